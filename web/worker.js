@@ -80,7 +80,8 @@ class Rates {
   add(length, tokens, seconds) {
     this.tokens += tokens;
     this.seconds += seconds;
-    if (this.tokens < this.bucket) return;
+    // A coarse clock may not have moved yet, and a rate over no time is none.
+    if (this.tokens < this.bucket || !this.seconds) return;
     this.points.push({ length, tokens: this.tokens, seconds: this.seconds });
     this.tokens = this.seconds = 0;
     if (this.points.length < MOST_POINTS) return;

@@ -246,15 +246,17 @@ impl MultiHeadAttention {
             let saved = || {
                 let dtype = dtype.filter(|_| loading && vb.contains_tensor(name))?;
                 let tensor = vb.get_unchecked_dtype(name, dtype);
-                tensor.map_err(|_| unread.replace(Some(name.to_string()))).ok()
+                tensor.map_err(|error| unread.replace(Some((name.to_string(), error)))).ok()
             };
             named(&given, name).or_else(saved)
         };
         self.attention.load_buffers(&get)?;
-        if let Some(name) = unread.into_inner() {
+        if let Some((name, error)) = unread.into_inner() {
             bail!(
-                "buffer {name} is there beside the layer's weights, and the attention of this layer was made without it; \
-                 a VarMap gives it only to an attention that was made with it, and a VarBuilder over a file to any"
+                "buffer {} is there beside the layer's weights, and cannot be read for an attention that was made \
+                 without it, as this one was; make it with such a buffer, which a VarMap asks for, or read it from a \
+                 file: {error}",
+                if vb.prefix().is_empty() { name } else { format!("{}.{name}", vb.prefix()) }
             );
         }
         self.trained = variables;

@@ -273,7 +273,17 @@ impl Writing<'_> {
         }
         self.tokens += 1;
         *ids = vec![next];
-        Ok(Step::Text(if is_end { "\n\n".into() } else { self.stream.push(next)?.unwrap_or_default() }))
+        self.shown(next, is_end).map(Step::Text)
+    }
+
+    /// The text that a token adds: at the end of a text, what is left of a character that was never
+    /// completed, and an empty line.
+    fn shown(&mut self, next: u32, is_end: bool) -> Result<String> {
+        if !is_end {
+            return Ok(self.stream.push(next)?.unwrap_or_default());
+        }
+        let ended = std::mem::replace(&mut self.stream, self.tokenizer.stream_after(&[next]));
+        Ok(ended.finish()? + "\n\n")
     }
 
     /// Returns the number of tokens written so far, those of the prompt not counted.
@@ -375,6 +385,23 @@ mod tests {
             let error = Sampler::new(sampling).err().unwrap().to_string();
             assert!(error.contains(word) && !error.contains("Some"), "{error}");
         }
+    }
+
+    /// Where a text goes on past its end, the first byte of a character that was never completed is
+    /// shown before the end, and is no part of the next text.
+    #[test]
+    fn an_incomplete_character_stays_in_its_text() -> Result<()> {
+        let data = prepare(&DataSpec::Sample, 300, None, &Silent)?;
+        let (preset, _) = Preset::Seed.load()?;
+        let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..preset };
+        let model = Decoder::new(&config, 1, &Device::Cpu)?;
+        let mut writing = Continuation::new(&model, &data.tokenizer, "One", Sampling::default())?.begin();
+        let [first, ..] = data.tokenizer.encode("é")?[..] else { panic!("an é has tokens") };
+        let [letter] = data.tokenizer.encode("A")?[..] else { panic!("an A is one token") };
+        let end = data.tokenizer.borders().end.expect("an end");
+        let shown = [(first, false), (end, true), (letter, false)].map(|(next, is_end)| writing.shown(next, is_end));
+        assert_eq!(shown.map(Result::unwrap), ["", "\u{fffd}\n\n", "A"]);
+        Ok(())
     }
 
     /// The first byte of a character completes no text. Whoever has said that this is enough is not

@@ -21,9 +21,10 @@
 //!
 //! # Threads
 //! Hidden states are divided among the threads. Every number that belongs to one hidden state, its
-//! loss and its row of dx, is computed by one thread. The gradient of the head is a sum over all
-//! hidden states, so it is computed after them: each thread takes some of the vocabulary, and adds
-//! up blocks of hidden states in their order. So results do not depend on the number of threads.
+//! loss and its row of dx, is computed by one thread. The gradient of a tile of the head is a sum
+//! over all hidden states, so it is computed after theirs: each thread takes some of the tile's
+//! tokens, and adds up blocks of hidden states in their order. So results do not depend on the number
+//! of threads.
 
 mod backward;
 
@@ -44,10 +45,10 @@ use super::{
     rows::{Heads, Matrix, Span},
     threads,
     transpose::transpose,
-    vector::{add, exp_minus_each, max_each, multiply},
+    vector::{LANES, add, exp_minus_each, max_each, multiply},
     with_storages,
 };
-use backward::{OfHead, OfStates};
+use backward::{OfHead, OfStates, States};
 
 /// The number of hidden states of a tile.
 const ROWS: usize = 64;
@@ -61,8 +62,8 @@ const HEAD: usize = 1 << 17;
 /// The largest number of exponentials that are kept, 128 MiB. Keeping them saves one of the four
 /// matrix products of the two passes.
 const KEPT: usize = 1 << 25;
-/// The number of gradients of logits that are in memory at a time where no exponentials are kept,
-/// 32 MiB, if that is enough for every thread to have a block of hidden states.
+/// The number of gradients of logits that the threads have in memory at a time where no exponentials
+/// are kept, 32 MiB, if that is enough for every thread to have a block of hidden states.
 const GROUP: usize = 1 << 23;
 
 /// `CrossEntropy` computes `−log softmax(W x_i)[target_i]` for hidden states `x` `(N, E)` and a
@@ -142,8 +143,7 @@ impl<'a> Taught<'a> {
     /// The teacher's distribution for some of the hidden states.
     fn of(&self, span: Span, targets: &'a [u32], logs: &'a [f32]) -> Soft<'a> {
         let tiles = Tiles::new(self.head, self.x, targets, span);
-        let shares = vec![0f32; self.head.tokens * ROWS];
-        Soft { tiles, logs: &logs[span.start..span.start + span.count], share: self.share, shares }
+        Soft { tiles, logs: &logs[span.start..span.start + span.count], share: self.share, shares: Vec::new() }
     }
 }
 
@@ -241,6 +241,7 @@ impl Soft<'_> {
     /// `i` on. Those of missing states are 0, since their denominators are infinite.
     #[inline(always)]
     fn compute<S: Simd>(&mut self, simd: S, i: usize, v: usize) -> &mut [f32] {
+        self.shares.resize(self.tiles.head.tokens * ROWS, 0.0);
         self.tiles.compute(simd, i, v, &mut self.shares);
         let log = block(self.logs, i, f32::INFINITY);
         let shares = &mut self.shares[..self.tiles.head.len(v) * ROWS];
@@ -411,47 +412,58 @@ impl Operation<2> for CrossEntropy {
         if saved.logs.len() != all {
             bail!("cross-entropy: the backward pass needs a forward pass on the CPU before it");
         }
-        // The gradients of logits are in memory between the two halves of the pass. They take the
-        // place of the exponentials, where these were kept, and else are made in groups.
+        // The gradients of a tile's logits are in memory until those of its tokens are computed. They
+        // take the place of the exponentials, where these were kept, and else are made in groups.
         let groups: Vec<Vec<Kept>> = if saved.weights.is_empty() {
-            let group = (GROUP / vocabulary.max(1)).max(threads() * ROWS).next_multiple_of(ROWS);
+            let group = (GROUP / self.tokens(e)).max(threads() * ROWS).next_multiple_of(ROWS);
             let spans = (0..all).step_by(group).map(|start| Span { start, count: group.min(all - start) });
             spans.map(|span| divided(span).map(|span| (span, Vec::new())).collect()).collect()
         } else {
             vec![saved.weights]
         };
+        let mut rows = vec![0f32; all * width];
         with_storages([x, w], |[x, w]| {
             let (x, tokens) = (contiguous(x.0, x.1)?, self.tokens(e));
             let head = Head::new(contiguous(w.0, w.1)?, e, tokens);
             let states = Matrix::new(&Heads::matrix(x, e));
             self.with_teacher(tokens, |teacher| {
-                let mut rest = &mut dx[..];
-                for group in groups {
-                    let counts: Vec<usize> = group.iter().map(|(span, _)| span.count * e).collect();
-                    let (of_group, later) = rest.split_at_mut(counts.iter().sum());
-                    rest = later;
-                    let work = group.into_iter().zip(parts(of_group, counts.into_iter()));
-                    let dlogits = for_heads(work.collect(), |((span, weights), dx)| {
-                        let range = span.start..span.start + span.count;
-                        let soft = teacher.map(|teacher| teacher.of(span, &self.targets, &saved.teacher_logs));
-                        let tiles = Tiles::new(&head, x, &self.targets, span);
-                        let (grad, logs) = (&grad[range.clone()], &saved.logs[range]);
-                        (span, arch().dispatch(OfStates { tiles, soft, weights, grad, logs, dx }))
-                    });
-                    // Several pieces for each thread, so that none waits long for the last.
-                    let pieces = if threads() == 1 { 1 } else { 4 * threads() };
-                    let piece = vocabulary.div_ceil(pieces).next_multiple_of(ROWS).min(head.tokens);
-                    let work = dw.chunks_mut(head.tokens * width).enumerate().flat_map(|(tile, dw)| {
-                        let pieces = dw.chunks_mut(piece * width).enumerate();
-                        pieces.map(move |(n, dw)| (tile, n * piece, dw))
-                    });
-                    for_heads(work.collect(), |(tile, first, dw)| {
-                        arch().dispatch(OfHead { states: &states, dlogits: &dlogits, tile, first, dw, width });
-                    });
+                let counts: Vec<usize> = groups.iter().flatten().map(|(span, _)| span.count * width).collect();
+                let mut rows = parts(&mut rows, counts.into_iter()).into_iter();
+                let begin = |((span, kept), rows)| {
+                    let soft = teacher.map(|teacher| teacher.of(span, &self.targets, &saved.teacher_logs));
+                    let tiles = Tiles::new(&head, x, &self.targets, span);
+                    let range = span.start..span.start + span.count;
+                    States { span, tiles, soft, kept, grad: &grad[range.clone()], logs: &saved.logs[range], rows }
+                };
+                let groups =
+                    groups.into_iter().map(|group| for_heads(group.into_iter().zip(&mut rows).collect(), begin));
+                let mut groups: Vec<Vec<States>> = groups.collect();
+                for ((tile, v), dw) in head.starts().enumerate().zip(dw.chunks_mut(head.tokens * width)) {
+                    for group in &mut groups {
+                        // One thread takes block after block, so that everything stays in its cache.
+                        let step = if group.len() == 1 { 1 } else { usize::MAX };
+                        let blocks = group[0].tiles.blocks().count();
+                        for first in (0..blocks).step_by(step) {
+                            let dlogits = for_heads(group.iter_mut().collect(), |states| {
+                                let blocks = first..states.tiles.blocks().count().min(first.saturating_add(step));
+                                let span = states.span_of(blocks.clone());
+                                (span, arch().dispatch(OfStates { states, tile, v, blocks }))
+                            });
+                            let pieces = if group.len() == 1 { 1 } else { 2 * threads() };
+                            let piece = head.len(v).div_ceil(pieces).next_multiple_of(LANES);
+                            for_heads(dw.chunks_mut(piece * width).enumerate().collect(), |(n, dw)| {
+                                let first = n * piece;
+                                arch().dispatch(OfHead { states: &states, dlogits: &dlogits, first, dw, width });
+                            });
+                        }
+                    }
                 }
                 Ok(())
             })
         })?;
+        for (dx, row) in dx.chunks_exact_mut(e).zip(rows.chunks_exact(width)) {
+            dx.copy_from_slice(&row[..e]);
+        }
         if width != e {
             dw = dw.chunks_exact(width).flat_map(|row| row[..e].iter().copied()).collect();
         }
@@ -487,15 +499,18 @@ mod tests {
         // Rows of 20 are padded; the last block, the last tile and the last piece are not full.
         let (n, e, vocabulary) = (1000, 20, 9000);
         let numbers = |count: usize, salt: f32| (0..count).map(move |i| ((i as f32 + salt) * 12.9898).sin());
-        let matrix = |rows: usize, salt: f32| {
-            Tensor::from_iter(numbers(rows * e, salt), &Device::Cpu).unwrap().reshape((rows, e)).unwrap()
+        let of_width = |rows: usize, width: usize, salt: f32| {
+            Tensor::from_iter(numbers(rows * width, salt), &Device::Cpu).unwrap().reshape((rows, width)).unwrap()
         };
+        let (matrix, wider) =
+            (|rows: usize, salt: f32| of_width(rows, e, salt), |rows: usize, salt: f32| of_width(rows, e + 13, salt));
         let targets: Vec<u32> = (0..n).map(|i| (i * 31 % vocabulary) as u32).collect();
         let run = |threads: usize, passes: usize| {
             let work = || {
+                assert_eq!(super::threads(), threads, "RAYON_NUM_THREADS is 1, or there is one core");
                 let (x, w) =
                     (Var::from_tensor(&matrix(n, 0.0)).unwrap(), Var::from_tensor(&matrix(vocabulary, 0.5)).unwrap());
-                let teacher = Teacher { states: matrix(n, 0.25), head: matrix(vocabulary, 0.75), share: 0.25 };
+                let teacher = Teacher { states: wider(n, 0.25), head: wider(vocabulary, 0.75), share: 0.25 };
                 let operation = CrossEntropy::new(&x, &w, &targets, Some(teacher));
                 let losses = with_storages([&x, &w], |inputs| operation.cpu(inputs)).unwrap().0;
                 let grad = Tensor::from_iter(numbers(n, 3.0), &Device::Cpu).unwrap();

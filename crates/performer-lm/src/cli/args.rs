@@ -61,7 +61,8 @@ impl Global {
             None => (cores / local_size()).max(1),
         };
         // While a pass runs on each thread, Candle's own pools would only compete for the cores.
-        let inside = inside(threads, passes).to_string();
+        // Processes on this machine share the passes of a step.
+        let inside = inside(threads, passes.div_ceil(local_size())).to_string();
         // SAFETY: no other thread has been started yet.
         unsafe {
             std::env::set_var("RAYON_NUM_THREADS", &inside);
@@ -189,8 +190,9 @@ pub(super) struct RecipeArgs {
     /// Sequences a step.
     #[arg(long)]
     batch_size: Option<usize>,
-    /// Sequences a forward pass; a step runs its passes side by side on the threads [default: the
-    /// preset's, all of a step's on a GPU].
+    /// Sequences a forward pass; a step runs its passes side by side on the threads, and where it
+    /// has at most half as many passes, several threads work on each [default: the preset's, all of
+    /// a step's on a GPU].
     #[arg(long)]
     micro_batch: Option<usize>,
     /// Type of activations and matrix products; weights stay f32.
@@ -238,11 +240,13 @@ const SAMPLE_BATCH: usize = 32;
 const SAMPLE_RATE: f64 = 4e-3;
 
 impl RecipeArgs {
-    /// The number of forward passes of one step on this data, before anything but options is read.
-    pub(super) fn passes(&self, data: &DataSpec) -> usize {
+    /// The number of forward passes of one step, by the options alone. `new_on` is what a new model
+    /// is trained on, if it is one that takes the settings that suit the sample.
+    pub(super) fn passes(&self, new_on: Option<&DataSpec>) -> usize {
         // Wrong settings are refused later, in words of their own.
         let Ok((_, training)) = self.preset.load() else { return usize::MAX };
-        let on_sample = self.preset == Preset::Seed && self.config.is_none() && data.resolved() == DataSpec::Sample;
+        let takes_those = self.preset == Preset::Seed && self.config.is_none();
+        let on_sample = takes_those && new_on.is_some_and(|data| data.resolved() == DataSpec::Sample);
         let rows = if on_sample { SAMPLE_BATCH } else { training.batch_size };
         let rows = self.batch_size.unwrap_or(rows).max(1);
         rows.div_ceil(self.micro_batch.unwrap_or(training.micro_batch).clamp(1, rows))

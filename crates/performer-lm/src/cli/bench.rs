@@ -51,7 +51,7 @@ impl Command {
     /// How many forward passes the command runs side by side.
     pub(super) fn passes(&self) -> usize {
         match self {
-            Self::Train(args) => args.recipe.passes(&args.data.spec()),
+            Self::Train(args) => args.recipe.passes(None),
             _ => 1,
         }
     }

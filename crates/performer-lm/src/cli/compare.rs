@@ -69,7 +69,7 @@ pub(super) struct Args {
 impl Args {
     /// How many forward passes the command runs side by side.
     pub(super) fn passes(&self) -> usize {
-        self.recipe.passes(&self.data.spec())
+        self.recipe.passes(Some(&self.data.spec()))
     }
 }
 

@@ -194,6 +194,12 @@ impl Args {
         let [one] = self.attention.most.by_head() else {
             bail!("--inspect looks at one attention for all heads, such as --attention favor:m=64")
         };
+        let parts = self.attention.most.parts();
+        ensure!(
+            parts.key_dim.is_none() && !parts.mup_scale && !parts.output_norm,
+            "--inspect looks at the queries and keys of the softmax model as they are: leave key-dim, mup-scale and \
+             output-norm out"
+        );
         one.favor().context("--inspect needs --attention favor:...")
     }
 

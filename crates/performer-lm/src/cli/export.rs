@@ -42,8 +42,11 @@ pub(super) fn run(args: Args) -> Result<()> {
         Format::Hf if args.overwrite => export_over(&model, &args.out)?,
         Format::Hf => export(&model, &args.out)?,
     }
+    let divides_heads = (0..model.config.layers).any(|layer| model.config.attention_of(layer).by_head().len() > 1);
     let who = if model.config.is_softmax() {
         "opens in any tool that reads Hugging Face folders"
+    } else if divides_heads {
+        "this program reads it, and nothing else, as its heads have different attentions"
     } else {
         "this program reads it, and PyTorch by scripts/performer_torch.py of its repository"
     };

@@ -110,7 +110,7 @@ impl Args {
             // Processes that share a sequence compute its passes one after the other.
             _ if self.sequence_parallel > 1 => 1,
             Some(dir) => saved_passes(dir).unwrap_or(usize::MAX),
-            None => self.recipe.passes(&self.data.spec()),
+            None => self.recipe.passes(self.from.is_none().then(|| self.data.spec()).as_ref()),
         }
     }
 }

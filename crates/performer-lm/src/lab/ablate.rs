@@ -172,7 +172,7 @@ fn variants(features: &[usize], layers: usize, dim: usize) -> Vec<Variant> {
     let unequal = [("more features in earlier layers", 3, 1), ("more features in later layers", 1, 3)];
     for (name, first, last) in unequal.into_iter().filter(|_| layers > 1) {
         // The numbers go from 3/2 to 1/2 of M, or from 1/2 to 3/2. Where they are rounded, the last
-        // makes up for it, so that their mean is M.
+        // makes up for it, so that their mean is M, unless M is 1.
         let mut numbers: Vec<usize> = (0..layers - 1)
             .map(|i| {
                 let share = i as f64 / (layers - 1) as f64;

@@ -281,6 +281,10 @@ fn numbers_out_of_range_are_named_by_their_option() {
     }
     let inspect = ["convert", "run", "--inspect", "--attention", "favor:m=4", "--data", "sample"];
     fails(&run(&[&inspect[..], &["--calibrate-tokens", "0"]].concat()), &["--inspect fits features", "at least 1"]);
+    for attention in ["favor:m=4,key-dim=8", "favor:m=4,mup-scale", "favor:m=4,output-norm"] {
+        let inspect = ["convert", "run", "--inspect", "--attention", attention, "--data", "sample"];
+        fails(&run(&inspect), &["--inspect looks at", "leave key-dim, mup-scale and output-norm out"]);
+    }
     for option in ["--tune-steps", "--measure-tokens", "--points", "--recall"] {
         fails(&run(&[&inspect[..], &[option, "16"]].concat()), &["--inspect", "cannot be used with", option]);
     }
