@@ -1,8 +1,9 @@
 //! This module runs many forward (and backward) passes side by side on the CPU's cores.
 //!
 //! Candle's elementwise operations run on one thread; small batches on several threads use every
-//! core for all of them, and keep the working set near the cache. Results come back in the order of
-//! the jobs, so sums over them are the same for any number of threads.
+//! core for all of them, and keep the working set near the cache. Where there are fewer passes than
+//! threads, several threads work on each. Results come back in the order of the jobs, so sums over
+//! them are the same for any number of threads.
 
 use std::{
     collections::BTreeMap,
@@ -13,6 +14,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use rayon::ThreadPoolBuilder;
 
 /// Calls `job` with each number below `count` on up to `threads` threads, and passes the results to
 /// `fold` in the order of these numbers. Stops at the first error that comes in.
@@ -27,11 +29,21 @@ pub fn in_order<T: Send>(
     }
     let next = AtomicUsize::new(0);
     let stop = AtomicBool::new(false);
+    let workers = threads.min(count);
+    // Where products and kernels may use several threads, as in a training with few passes, those of
+    // each pass are its share: all of them together would only compete for the cores.
+    let share = || ThreadPoolBuilder::new().num_threads(threads / workers).build().ok();
+    let may_use_several = candle_core::utils::get_num_threads() > 1;
     std::thread::scope(|scope| {
         let (sender, results) = mpsc::channel();
-        for started in 0..threads.min(count) {
-            let (sender, next, stop, job) = (sender.clone(), &next, &stop, &job);
+        for started in 0..workers {
+            let (sender, next, stop, job, share) = (sender.clone(), &next, &stop, &job, &share);
             let work = move || {
+                let pool = may_use_several.then(share).flatten();
+                let job = |i: usize| match &pool {
+                    Some(pool) => pool.install(|| job(i)),
+                    None => job(i),
+                };
                 while !stop.load(Ordering::Relaxed) {
                     let i = next.fetch_add(1, Ordering::Relaxed);
                     if i >= count || sender.send((i, job(i))).is_err() {
@@ -88,6 +100,36 @@ mod tests {
             .unwrap();
             assert_eq!(seen, (0..23).collect::<Vec<_>>());
         }
+    }
+
+    /// Jobs side by side have the threads among them, and a job alone has those of the caller.
+    #[test]
+    fn threads_are_shared_by_the_jobs() {
+        if candle_core::utils::get_num_threads() == 1 {
+            eprintln!("skipped: Candle may use one thread alone");
+            return;
+        }
+        for (count, threads, expected) in [(9, 2, 1), (2, 6, 3), (4, 7, 1)] {
+            let mut seen = Vec::new();
+            in_order(
+                count,
+                threads,
+                |_| Ok(rayon::current_num_threads()),
+                |n| {
+                    seen.push(n);
+                    Ok(())
+                },
+            )
+            .unwrap();
+            assert_eq!(seen, vec![expected; count], "{count} jobs, {threads} threads");
+        }
+        let mut alone = 0;
+        let count = |n| {
+            alone = n;
+            Ok(())
+        };
+        in_order(1, 9, |_| Ok(rayon::current_num_threads()), count).unwrap();
+        assert_eq!(alone, rayon::current_num_threads());
     }
 
     #[test]
