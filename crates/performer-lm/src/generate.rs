@@ -338,6 +338,15 @@ mod tests {
         listener::Silent,
     };
 
+    /// A tokenizer of the sample, and a model that was not trained.
+    fn untrained() -> Result<(Tokenizer, Decoder)> {
+        let tokenizer = prepare(&DataSpec::Sample, 300, None, &Silent)?.tokenizer;
+        let (preset, _) = Preset::Seed.load()?;
+        let config = ModelConfig { vocab_size: tokenizer.vocab_size(), ..preset };
+        let model = Decoder::new(&config, 1, &Device::Cpu)?;
+        Ok((tokenizer, model))
+    }
+
     fn counts(sampling: Sampling, logits: &[f32]) -> Vec<usize> {
         let mut sampler = Sampler::new(sampling).unwrap();
         let mut counts = vec![0; logits.len()];
@@ -391,14 +400,11 @@ mod tests {
     /// shown before the end, and is no part of the next text.
     #[test]
     fn an_incomplete_character_stays_in_its_text() -> Result<()> {
-        let data = prepare(&DataSpec::Sample, 300, None, &Silent)?;
-        let (preset, _) = Preset::Seed.load()?;
-        let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..preset };
-        let model = Decoder::new(&config, 1, &Device::Cpu)?;
-        let mut writing = Continuation::new(&model, &data.tokenizer, "One", Sampling::default())?.begin();
-        let [first, ..] = data.tokenizer.encode("é")?[..] else { panic!("an é has tokens") };
-        let [letter] = data.tokenizer.encode("A")?[..] else { panic!("an A is one token") };
-        let end = data.tokenizer.borders().end.expect("an end");
+        let (tokenizer, model) = untrained()?;
+        let mut writing = Continuation::new(&model, &tokenizer, "One", Sampling::default())?.begin();
+        let [first, ..] = tokenizer.encode("é")?[..] else { panic!("an é has tokens") };
+        let [letter] = tokenizer.encode("A")?[..] else { panic!("an A is one token") };
+        let end = tokenizer.borders().end.expect("an end");
         let shown = [(first, false), (end, true), (letter, false)].map(|(next, is_end)| writing.shown(next, is_end));
         assert_eq!(shown.map(Result::unwrap), ["", "\u{fffd}\n\n", "A"]);
         Ok(())
@@ -408,15 +414,12 @@ mod tests {
     /// handed what is left of the character either.
     #[test]
     fn nothing_is_handed_over_after_it_is_enough() -> Result<()> {
-        let data = prepare(&DataSpec::Sample, 300, None, &Silent)?;
-        let (preset, _) = Preset::Seed.load()?;
-        let config = ModelConfig { vocab_size: data.tokenizer.vocab_size(), ..preset };
-        let model = Decoder::new(&config, 1, &Device::Cpu)?;
+        let (tokenizer, model) = untrained()?;
         let mut incomplete = 0;
         for seed in 0..40 {
             let sampling = Sampling { temperature: 1.0, top_k: None, top_p: None, seed };
             let mut texts = Vec::new();
-            let generation = generate(&model, &data.tokenizer, "", 5, sampling, |text| {
+            let generation = generate(&model, &tokenizer, "", 5, sampling, |text| {
                 texts.push(text.to_owned());
                 Ok(false)
             })?;

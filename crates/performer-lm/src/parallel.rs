@@ -30,8 +30,8 @@ pub fn in_order<T: Send>(
     let next = AtomicUsize::new(0);
     let stop = AtomicBool::new(false);
     let workers = threads.min(count);
-    // Where products and kernels may use several threads, as in a training with few passes, those of
-    // each pass are its share: all of them together would only compete for the cores.
+    // Where products and kernels may use several threads, as in a training with few passes, each
+    // job has its share of them: all jobs with all threads would only compete for the cores.
     let share = || ThreadPoolBuilder::new().num_threads(threads / workers).build().ok();
     let may_use_several = candle_core::utils::get_num_threads() > 1;
     std::thread::scope(|scope| {

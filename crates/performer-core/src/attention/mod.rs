@@ -234,8 +234,8 @@ pub trait Attention: fmt::Debug + Send + Sync {
     /// them, and they get gradients.
     ///
     /// # Errors
-    /// If a buffer is missing or has another shape. The attention then keeps the numbers that it had,
-    /// perhaps as copies: variables that are trained have to be loaded again.
+    /// If a buffer is missing or has another shape. The attention then keeps the numbers that it
+    /// had, perhaps as copies: variables that are trained have to be loaded again.
     fn load_buffers(&mut self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<()> {
         let _ = get;
         Ok(())

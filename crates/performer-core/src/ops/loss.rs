@@ -185,8 +185,8 @@ pub fn cross_entropy(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
 /// [`Targets`] are `(N)` or `(B, T)`. The losses have the shape of the targets and are f32, or f64
 /// where `x` is. The logits are made in tiles; on the CPU in f32 up to 128 MiB of their
 /// exponentials are kept for the backward pass, and beyond that none, but several threads then have
-/// gradients of some logits in memory together: 32 MiB, or more for more than 128 threads. Positions
-/// that are left out cost nothing.
+/// gradients of some logits in memory together: 32 MiB, or more for more than 128 threads.
+/// Positions that are left out cost nothing.
 ///
 /// # Errors
 /// If the shapes do not fit, or a target lies beyond the vocabulary.
