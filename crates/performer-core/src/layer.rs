@@ -193,10 +193,13 @@ impl MultiHeadAttention {
         let trained = self.attention.trained_buffers();
         let (mut given, mut stored, mut variables) = (Vec::new(), Vec::new(), Vec::new());
         for (name, buffer) in self.attention.buffers() {
-            // A map that is trained has parameters of its own for each of its key heads.
+            // A map that is trained has parameters of its own for each of its key heads, and so has
+            // what stays as it is beside them.
             let is_trained = trained.contains(&name);
+            let map = |name: &str| name.rsplit_once('.').map(|(map, _)| map.to_string());
+            let is_beside = trained.iter().any(|other| map(other).is_some() && map(other) == map(&name));
             let buffer = match buffer.dims().first() {
-                Some(1) if is_trained => {
+                Some(1) if is_beside => {
                     let heads = self.attention.key_heads_of(&name, self.config.kv_heads);
                     if heads == 0 {
                         bail!(

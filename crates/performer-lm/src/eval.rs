@@ -11,7 +11,7 @@ use crate::{
     errors::Cause,
     listener::{Listener, Silent, Unit},
     model::Decoder,
-    parallel::in_order,
+    parallel::{in_order, threads_on},
 };
 
 /// An `Evaluation` is a model's loss over a text, each token but the first predicted once, from at
@@ -92,7 +92,7 @@ pub(crate) fn evaluate_over(
     let (mut bytes, mut done) = (Vec::new(), 0);
     in_order(
         own.len(),
-        threads,
+        threads_on(model.device(), threads),
         |i| {
             let batch = windows.batch(own.start + i)?;
             check_vocabulary(&batch, model)?;

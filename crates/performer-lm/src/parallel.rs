@@ -14,7 +14,14 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use candle_core::Device;
 use rayon::ThreadPoolBuilder;
+
+/// The threads that may work side by side on a device: as many as are there on a CPU. A card does
+/// in order only what one thread asks of it, since Candle's queue there is another one in each.
+pub fn threads_on(device: &Device, threads: usize) -> usize {
+    if device.is_cpu() { threads } else { 1 }
+}
 
 /// Calls `job` with each number below `count` on up to `threads` threads, and passes the results to
 /// `fold` in the order of these numbers. Stops at the first error that comes in.

@@ -28,7 +28,7 @@ use crate::{
     draw::{below, shuffle},
     listener::{Listener, Unit},
     model::Decoder,
-    parallel::in_order,
+    parallel::{in_order, threads_on},
 };
 
 /// Number of texts of each task, whose pass keys stand at as many depths.
@@ -100,7 +100,8 @@ impl Examiner<'_> {
     /// Those of [`Self::check`], and if the length is more than the model's positions.
     pub fn measure(&self, model: &Decoder, tokens: usize) -> Result<Recall> {
         require_positions(model, tokens)?;
-        self.grade(tokens, |question| answers(model, question))
+        let threads = threads_on(model.device(), self.threads);
+        Self { threads, ..*self }.grade(tokens, |question| answers(model, question))
     }
 
     /// Refuses lengths of which [`Self::measure`] would refuse one, so that it is found out before

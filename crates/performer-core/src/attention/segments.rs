@@ -100,7 +100,9 @@ pub trait Neighbours: fmt::Debug + Send + Sync {
 /// comes to an earlier one but gradients.
 ///
 /// A loss that is to be differentiated is [closed](Self::close) first, and the backward pass runs
-/// on the thread of the forward pass, or on another one, but on all segments at the same time.
+/// on the thread of the forward pass, or on another one, but on all segments at the same time. (On
+/// CUDA it is the same thread, since Candle has a queue for each, and these do not wait for each
+/// other.)
 ///
 /// # Example
 /// Half a sequence on each of two threads, whose losses add up to that of the whole. `threads` is

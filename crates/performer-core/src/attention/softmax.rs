@@ -239,16 +239,23 @@ impl Attention for Softmax {
             bail!("state: it counts {past} tokens and holds the keys of {held} tokens; the file it is from is damaged");
         }
         let mut memory = memory.unwrap_or_else(|| KeysAndValues::new(sizes.keys));
+        let gates_before = memory.gates.clone();
         let appended = memory.append(k, v, inputs.gates, past);
-        let gates = memory.gates.clone();
-        state.set(memory);
-        let (k, v) = appended?;
-        let all = Inputs::new(q, &k, &v).with_gates_of(gates.as_ref());
-        // Keys and values were checked when they came.
-        if sizes.queries == 1 && matches!(self.kernel(all), Ok(Kernel::Cpu)) {
-            return softmax::step(&rows(q)?, &k, &v, all.gates);
+        let out = appended.and_then(|(k, v)| {
+            let all = Inputs::new(q, &k, &v).with_gates_of(memory.gates.as_ref());
+            // Keys and values were checked when they came.
+            if sizes.queries == 1 && matches!(self.kernel(all), Ok(Kernel::Cpu)) {
+                return softmax::step(&rows(q)?, &k, &v, all.gates);
+            }
+            self.attend(all, all.sizes()?, &Mask::full(), Some(past))
+        });
+        if out.is_err() {
+            memory.cut(past, gates_before)?;
         }
-        self.attend(all, all.sizes()?, &Mask::full(), Some(past))
+        if out.is_ok() || past > 0 {
+            state.set(memory);
+        }
+        out
     }
 
     fn identity(&self) -> Result<Identity> {
@@ -357,6 +364,19 @@ impl KeysAndValues {
         self.gates = gates;
         self.cache.append(&k.contiguous()?, &v.contiguous()?)
     }
+
+    /// Forgets all tokens but the first `tokens`, which had these gates.
+    fn cut(&mut self, tokens: usize, gates: Option<Tensor>) -> Result<()> {
+        let mut own = Self::new(self.cache.k_cache().max_seq_len());
+        if let (Some(k), Some(v)) = (self.cache.k()?, self.cache.v()?)
+            && tokens > 0
+        {
+            let first = |t: &Tensor| t.narrow(2, 0, tokens)?.contiguous();
+            own.cache.append(&first(&k)?, &first(&v)?)?;
+        }
+        *self = Self { gates, ..own };
+        Ok(())
+    }
 }
 
 impl Memory for KeysAndValues {
@@ -449,4 +469,38 @@ fn causal_bias(
         &Tensor::full(f32::NEG_INFINITY, shape, device)?.to_dtype(dtype)?,
         &Tensor::zeros(shape, dtype, device)?,
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// After an error the cache is what it was, and goes on as one that knew no error does.
+    #[test]
+    fn what_was_appended_before_an_error_is_forgotten() -> Result<()> {
+        let x = Tensor::arange(0f32, 12.0, &Device::Cpu)?.reshape((1, 1, 12, 1))?;
+        let gates = (x.squeeze(3)? * -0.1)?;
+        let part =
+            |from, tokens| Ok::<_, candle_core::Error>((x.narrow(2, from, tokens)?, gates.narrow(2, from, tokens)?));
+        let ((first, _), (wrong, gates_of_wrong), (last, gates_of_last)) = (part(0, 3)?, part(3, 5)?, part(8, 2)?);
+        let mut cut = KeysAndValues::new(3);
+        cut.append(&first, &first, None, 0)?;
+        let other = cut.duplicate();
+        cut.append(&wrong, &wrong, Some(&gates_of_wrong), 3)?;
+        cut.cut(3, None)?;
+        let saved = |memory: &dyn Memory| -> Result<Vec<(String, Vec<f32>)>> {
+            let tensors = memory.save()?.tensors.into_iter();
+            tensors.map(|(name, tensor)| Ok((name, tensor.flatten_all()?.to_vec1()?))).collect()
+        };
+        assert_eq!(saved(&cut)?, saved(&*other)?);
+        let mut whole = KeysAndValues::new(3);
+        whole.append(&first, &first, None, 0)?;
+        cut.append(&last, &last, Some(&gates_of_last), 3)?;
+        whole.append(&last, &last, Some(&gates_of_last), 3)?;
+        assert_eq!(saved(&cut)?, saved(&whole)?);
+        // With nothing before the error, nothing is left.
+        cut.cut(0, None)?;
+        assert_eq!((cut.cache.current_seq_len(), cut.bytes()), (0, 0));
+        Ok(())
+    }
 }

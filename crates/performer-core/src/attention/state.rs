@@ -185,7 +185,7 @@ impl Slot {
             *tensor = of(name, tensor)?;
         }
         for (name, value) in &mut record.fields {
-            if name == "batch" || name.ends_with(".batch") {
+            if is_batch(name) {
                 *value = batch.to_string();
             }
         }
@@ -212,8 +212,17 @@ impl Slot {
                 names(other)
             );
         }
-        slots[0].with_rows(batch, |name, _| {
-            let parts = records.iter().flatten().map(|(_, record)| record.tensor(name));
+        // What is nested in a record has its kind among the fields.
+        let fields = |record: &Option<(String, StateRecord)>| -> Vec<(String, String)> {
+            let all = record.iter().flat_map(|(_, record)| record.fields.clone());
+            all.filter(|(name, _)| !is_batch(name)).collect()
+        };
+        if let Some(other) = records.iter().find(|record| fields(record) != fields(&records[0])) {
+            bail!("state: one of {:?} cannot be joined with one of {:?}", fields(&records[0]), fields(other));
+        }
+        // Some kinds of memory are saved from a card to the host, and others stay there.
+        slots[0].with_rows(batch, |name, first| {
+            let parts = records.iter().flatten().map(|(_, record)| record.tensor(name)?.to_device(first.device()));
             Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
         })
     }
@@ -490,6 +499,11 @@ impl State {
         self.memory.check_rows(origin.batch)?;
         self.layer.check_rows(origin.batch)
     }
+}
+
+/// Whether a field of a record, or of one nested in it, is the number of sequences.
+fn is_batch(field: &str) -> bool {
+    field == "batch" || field.ends_with(".batch")
 }
 
 /// The error where memory is of `kind` and an attention needs an `M`.

@@ -170,7 +170,8 @@ impl FeatureMap for Fitted {
     }
 
     /// All but `query_metric`, which multiplies all features of a query alike and so cancels in
-    /// attention: its gradient is rounding noise.
+    /// attention over features: its gradient is rounding noise. Beside an exact window it weighs
+    /// features against the window, and stays as it was fitted there too.
     fn trained_parameters(&self) -> Vec<&'static str> {
         self.tensors().into_iter().map(|(name, _)| name).filter(|&name| name != "query_metric").collect()
     }

@@ -253,9 +253,9 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         self.parameters().into_iter().map(|(name, _)| name).collect()
     }
 
-    /// The numbers of this map that are neither parameters nor in a form, such as a random
-    /// projection; none, unless overridden. A state of an attention is refused by one whose map has
-    /// other constants.
+    /// The numbers of this map that are neither parameters nor tensors of a form: a random
+    /// projection, or the `ε` or `c` of a form, where two maps of one name may differ in it; none,
+    /// unless overridden. A state of an attention is refused by one whose map has other constants.
     fn constants(&self) -> Vec<Tensor> {
         Vec::new()
     }
@@ -313,7 +313,13 @@ pub(crate) fn check_forms(map: &dyn FeatureMap) -> Result<()> {
     }
     let Some(form) = map.exponential_form() else { return Ok(()) };
     let heads = map.heads();
-    let rows = if form.hyperbolic { features.div_ceil(2) } else { features };
+    if form.hyperbolic && !features.is_multiple_of(2) {
+        bail!(
+            "the feature map {} makes {features} features by a hyperbolic form, which makes two of every row: an even number",
+            map.name()
+        );
+    }
+    let rows = if form.hyperbolic { features / 2 } else { features };
     require("projection", &form.projection, &[heads, rows, dim])?;
     if let Some(keys) = &form.keys {
         require("projection of keys", &keys.projection, &[heads, rows, dim])?;

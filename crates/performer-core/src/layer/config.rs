@@ -133,7 +133,7 @@ impl MultiHeadConfig {
             bail!("time constant {tau}: it is a number of tokens above 1");
         }
         let weight = Tensor::zeros((self.kv_heads, self.hidden), DType::F32, device)?;
-        let bias = biases_of(time_constants, device)?.to_dtype(DType::F32)?;
+        let bias = biases_of(time_constants, DType::F32)?.to_device(device)?;
         Ok([("gate.weight".into(), weight), ("gate.bias".into(), bias)])
     }
 }

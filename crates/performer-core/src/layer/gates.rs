@@ -20,15 +20,15 @@ pub(super) fn forget_gate(hidden: usize, heads: usize, vb: &VarBuilder) -> Resul
     let bias = vb.get_with_hints(heads, "bias", Init::Const(0.0))?;
     if !known {
         let constants: Vec<f64> = TIME_CONSTANTS.into_iter().cycle().take(heads).collect();
-        bias.slice_set(&biases_of(&constants, bias.device())?.to_dtype(bias.dtype())?, 0, 0)?;
+        bias.slice_set(&biases_of(&constants, bias.dtype())?.to_device(bias.device())?, 0, 0)?;
     }
     Ok(Linear::new(weight, Some(bias)))
 }
 
 /// The biases `ln(τ − 1)`, which alone make `e^g = σ(ln(τ − 1)) = 1 − 1/τ`, one for each time
-/// constant τ, in f64.
-pub(super) fn biases_of(time_constants: &[f64], device: &Device) -> Result<Tensor> {
-    Tensor::from_iter(time_constants.iter().map(|tau| (tau - 1.0).ln()), device)
+/// constant τ, on the CPU, since Metal cannot convert from f64.
+pub(super) fn biases_of(time_constants: &[f64], dtype: DType) -> Result<Tensor> {
+    Tensor::from_iter(time_constants.iter().map(|tau| (tau - 1.0).ln()), &Device::Cpu)?.to_dtype(dtype)
 }
 
 /// Computes gates `(B, Hkv, T)` of `x` `(B, T, E)`, in f32 (f64 for f64): half types have too few

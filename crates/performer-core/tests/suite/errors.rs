@@ -283,9 +283,10 @@ fn feature_maps_of_no_numbers() {
 /// A map of one's own must make as many features as it says, by itself and in its form for kernels.
 #[test]
 fn feature_maps_of_other_widths() -> Result<()> {
-    /// Says that it makes 8 features of rows of 4.
+    /// Says that it makes so many features of rows of 4.
     #[derive(Clone, Debug)]
     struct Claims {
+        features: usize,
         made: usize,
         form: Option<ExponentialForm>,
         rectified: Option<Tensor>,
@@ -296,7 +297,7 @@ fn feature_maps_of_other_widths() -> Result<()> {
             4
         }
         fn feature_dim(&self) -> usize {
-            8
+            self.features
         }
         fn features(&self, x: &Tensor) -> Result<Features> {
             let parts = vec![x.narrow(candle_core::D::Minus1, 0, 1)?; self.made];
@@ -312,7 +313,7 @@ fn feature_maps_of_other_widths() -> Result<()> {
             self.quadratic
         }
     }
-    let claims = |made| Claims { made, form: None, rectified: None, quadratic: None };
+    let claims = |made| Claims { features: 8, made, form: None, rectified: None, quadratic: None };
     let x = zeros(&[1, 2, 5, 4]);
     for made in [7, 9] {
         for favor in [Favor::with_map(Box::new(claims(made)))?, Favor::with_map(Box::new(claims(made)))?.composed()] {
@@ -342,6 +343,7 @@ fn feature_maps_of_other_widths() -> Result<()> {
         (form(&[1, 8, 3], false, None), "projection"),
         (form(&[2, 8, 4], false, None), "projection"),
         (form(&[1, 8, 4], true, None), "projection"),
+        (Claims { features: 7, ..form(&[1, 4, 4], true, None) }, "an even number"),
         (of_keys(keys(7, 8, 4)), "projection of keys"),
         (of_keys(keys(8, 7, 4)), "weights of keys"),
         (of_keys(keys(8, 8, 3)), "metric of keys"),

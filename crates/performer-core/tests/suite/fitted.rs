@@ -580,3 +580,24 @@ fn a_second_layer_over_variables_with_metrics_needs_them() -> Result<()> {
     assert!(error.contains("metric is there beside the layer's weights"), "{error}");
     Ok(())
 }
+
+/// One set of features with metrics serves all key heads of a layer until it is trained: then each
+/// has a set of its own, metrics that do not change among it.
+#[test]
+fn a_set_for_all_heads_becomes_one_for_each_with_its_metrics() -> Result<()> {
+    let full = full_fit(DType::F32)?;
+    let find = |name: &str| full.tensors().into_iter().find(|(own, _)| *own == name)?.1.narrow(0, 0, 1).ok();
+    let favor = Favor::with_map(Box::new(Fitted::from_tensors(&find)?))?.trained();
+    let (layer, _) = layer_over(&VarMap::new(), favor)?;
+    let buffers = layer.attention().buffers();
+    assert_eq!(buffers.len(), full.tensors().len());
+    for (name, buffer) in buffers {
+        assert_eq!(buffer.dims()[0], HEADS, "{name}");
+        let one =
+            find(name.trim_start_matches("feature_map.")).expect("it was given").flatten_all()?.to_vec1::<f32>()?;
+        for head in 0..HEADS {
+            assert_eq!(buffer.get(head)?.flatten_all()?.to_vec1::<f32>()?, one, "{name} of head {head}");
+        }
+    }
+    Ok(())
+}

@@ -180,6 +180,17 @@ fn rows_that_do_not_exist_or_fit_are_refused() -> Result<()> {
     let [plain, gated] = &states[..] else { panic!("a case without gates, and one with them") };
     refused(State::join(&[plain, gated]), "give forget gates to all of them or to none");
     refused(State::join(&[gated, plain]), "give forget gates to all of them or to none");
+    // What is nested in a window's memory is of one kind too: both sums have the same names.
+    let x = Tensor::randn(0f32, 1.0, (1, 2, 20, 8), &DEVICE)?;
+    let favor = Favor::new(&FavorConfig::default().with_features(16), 8, 1, DType::F32, &DEVICE)?;
+    let fused = Windowed::new(4, favor)?;
+    let [mut one, mut other] = [State::new(), State::new()];
+    fused.extend(Inputs::new(&x, &x, &x), &mut one)?;
+    fused.extend(Inputs::new(&x, &x, &x), &mut other)?;
+    let mut record = other.record()?;
+    let kind = record.fields.values_mut().find(|value| value.contains("fused CPU kernels")).expect("a kind");
+    *kind = kind.replace("CPU", "CUDA");
+    refused(State::join(&[&one, &State::from_record(&record)?]), "fused CUDA kernels");
     Ok(())
 }
 

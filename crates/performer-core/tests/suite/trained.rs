@@ -2,8 +2,8 @@
 //! parameters are compared with those of composed operations in f64, and with finite differences.
 
 use crate::common::{Random, assert_close, assert_tensor_close, tensor, values};
-use candle_core::{DType, Device, Result, Tensor, Var};
-use performer_core::features::{FeatureMap, Features, Fitted};
+use candle_core::{D, DType, Device, Result, Tensor, Var};
+use performer_core::features::{ExponentialForm, FeatureMap, Features, Fitted, KeyForm};
 use performer_core::{Attention, Favor, Inputs, Mask, State, Windowed};
 
 const BATCH: usize = 2;
@@ -238,5 +238,63 @@ fn a_rectified_map_of_a_variable_has_its_gradient() -> Result<()> {
     projection.set(&(projection.as_tensor() * 1.5)?)?;
     let error = favor.extend(Inputs::new(&x, &x, &x), &mut state).expect_err("a state of another map").to_string();
     assert!(error.contains("another"), "{error}");
+    Ok(())
+}
+
+/// Hyperbolic features of which those of keys have weights, the same for a row and its opposite.
+#[derive(Debug)]
+struct Weighted {
+    rows: Tensor,
+    weights: Tensor,
+}
+
+impl Weighted {
+    fn both(&self, x: &Tensor, weights: &Tensor) -> Result<Features> {
+        let linear = x.broadcast_matmul(&self.rows.t()?)?;
+        let [plus, minus] = [linear.broadcast_add(weights)?, linear.neg()?.broadcast_add(weights)?];
+        let shared = (x.sqr()?.sum_keepdim(D::Minus1)? * 0.5)?;
+        Ok(Features::Log(Tensor::cat(&[plus, minus], D::Minus1)?.broadcast_sub(&shared)?))
+    }
+}
+
+impl FeatureMap for Weighted {
+    fn input_dim(&self) -> usize {
+        4
+    }
+
+    fn feature_dim(&self) -> usize {
+        12
+    }
+
+    fn features(&self, x: &Tensor) -> Result<Features> {
+        self.both(x, &self.weights.zeros_like()?)
+    }
+
+    fn key_features(&self, y: &Tensor) -> Result<Features> {
+        self.both(y, &self.weights)
+    }
+
+    fn exponential_form(&self) -> Option<ExponentialForm> {
+        let projection = self.rows.unsqueeze(0).ok()?;
+        let log_weights = self.weights.unsqueeze(0).ok()?;
+        let keys = KeyForm { projection: projection.clone(), log_weights, metric: None };
+        Some(ExponentialForm { projection, hyperbolic: true, keys: Some(keys) })
+    }
+}
+
+#[test]
+fn weights_of_hyperbolic_keys_count_for_both_features_of_a_row() -> Result<()> {
+    let map = || -> Result<Box<dyn FeatureMap>> {
+        let rows = tensor(&Random::new(1).normal(24, 1.0), &[6, 4], DType::F32, &Device::Cpu)?;
+        let weights = tensor(&Random::new(2).normal(6, 1.0), &[6], DType::F32, &Device::Cpu)?;
+        Ok(Box::new(Weighted { rows, weights }))
+    };
+    let draw = |seed| tensor(&Random::new(seed).normal(280, 0.5), &[1, 2, 35, 4], DType::F32, &Device::Cpu);
+    let [q, k, v] = [draw(3)?, draw(4)?, draw(5)?];
+    for mask in [Mask::full(), Mask::causal()] {
+        let composed = Favor::with_map(map()?)?.composed().forward(Inputs::new(&q, &k, &v), &mask)?;
+        let favor = Favor::with_map(map()?)?.forward(Inputs::new(&q, &k, &v), &mask)?;
+        assert_tensor_close("by the kernels", &favor, &values(&composed)?, 1e-5);
+    }
     Ok(())
 }

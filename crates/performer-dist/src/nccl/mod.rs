@@ -43,7 +43,7 @@ pub trait Card: fmt::Debug + Send + Sync {
     /// The stream on which the framework queues its work, a `cudaStream_t`.
     fn stream(&self) -> u64;
 
-    /// Waits until all work on the stream is done.
+    /// Waits until all work is done that the calling thread has queued on the stream.
     ///
     /// # Errors
     /// In words, if the card failed.
@@ -160,6 +160,9 @@ impl Nccl {
             return Err(self.failed(call, bytes, "a call before it failed".into()));
         }
         let deadline = *self.deadline.lock().unwrap_or_else(PoisonError::into_inner);
+        // The handle of the stream may name another stream in each thread (CU_STREAM_PER_THREAD, which
+        // Candle uses), and these do not wait for each other.
+        self.card.wait().map_err(|cause| self.failed(call, bytes, cause))?;
         let (done, outcome) = mpsc::channel();
         let gone = "the thread that calls NCCL has ended";
         if jobs.send((job, done)).is_err() {

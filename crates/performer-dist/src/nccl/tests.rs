@@ -167,11 +167,18 @@ unsafe extern "C" fn receive(
 const FUNCTIONS: Functions =
     Functions { unique_id, init, async_error, error, group_start: group, group_end: group, all_reduce, send, receive };
 
-/// The card of a rank: one that cannot be bound, or one that fails when it is waited for.
+/// The card of a rank: one that cannot be bound, or one that fails when NCCL's thread waits for it.
+/// Each thread has a stream of its own, on which nothing happens until the thread waits for it.
 #[derive(Debug, Default)]
 struct Memory {
     unbound: bool,
     broken: bool,
+    /// A number that the thread which made the card has queued, and the address it is written to.
+    queued: Mutex<Option<(u64, f32)>>,
+}
+
+fn is_of_nccl() -> bool {
+    thread::current().name() == Some("nccl")
 }
 
 impl Card for Memory {
@@ -184,7 +191,14 @@ impl Card for Memory {
     }
 
     fn wait(&self) -> Outcome {
-        if self.broken { Err("CUDA_ERROR_ECC_UNCORRECTABLE".into()) } else { Ok(()) }
+        if is_of_nccl() {
+            return if self.broken { Err("CUDA_ERROR_ECC_UNCORRECTABLE".into()) } else { Ok(()) };
+        }
+        if let Some((address, number)) = self.queued.lock().unwrap().take() {
+            // SAFETY: the thread that waits has queued it, for memory of its own.
+            unsafe { (address as *mut f32).write(number) };
+        }
+        Ok(())
     }
 }
 
@@ -237,6 +251,26 @@ fn cards_sum_and_exchange_in_groups_too() {
             },
         );
     }
+}
+
+/// What the caller has queued is done before NCCL's thread reads the memory.
+#[test]
+fn a_call_comes_after_what_its_thread_has_queued() {
+    thread::scope(|scope| {
+        for ranks in threads(2, LONG) {
+            scope.spawn(move || {
+                let card = Arc::new(Memory::default());
+                let nccl =
+                    Nccl::with(Ok(FUNCTIONS), Arc::new(ranks), Arc::clone(&card) as Arc<dyn Card>, LONG).unwrap();
+                let mut number = [0f32];
+                let memory = memory(&mut number);
+                *card.queued.lock().unwrap() = Some((memory.address, nccl.rank() as f32 + 1.0));
+                // SAFETY: the memory is this thread's.
+                unsafe { nccl.sum(memory) }.unwrap();
+                assert_eq!(number, [3.0]);
+            });
+        }
+    });
 }
 
 #[test]

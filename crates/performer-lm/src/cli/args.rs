@@ -16,6 +16,7 @@ use crate::{
     data::{DataSpec, Prepared, TokenFile, Tokenizer, prepare, prepare_held_out, prepare_text, prepare_with_test},
     device::DeviceKind,
     errors::Cause,
+    parallel::threads_on,
     train::Schedule,
 };
 
@@ -75,8 +76,7 @@ impl Global {
         // Tokenizers use rayon's pool, so it gets all threads.
         rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().context("cannot start threads")?;
         let device = self.device.open(output::note)?;
-        // A GPU has one queue, so one thread feeds it.
-        let threads = if device.is_cpu() { threads } else { 1 };
+        let threads = threads_on(&device, threads);
         Ok(Machine { device, threads, ranks: Arc::new(One) })
     }
 }

@@ -14,7 +14,7 @@ use crate::{
     listener::Unit,
     model::Decoder,
     recall::{Examiner, Recall},
-    train::in_order,
+    train::{in_order, threads_on},
 };
 
 /// `Predictions` say how well a student predicts a text, and how often it agrees with its teacher.
@@ -167,7 +167,7 @@ impl<'a> Meter<'a> {
         let (mut read, mut finished) = (Read { loss: 0.0, likeliest: Vec::new() }, 0);
         let done = in_order(
             windows.len(),
-            plan.threads,
+            threads_on(model.device(), plan.threads),
             |i| {
                 ensure!(!plan.is_stopped(), Cause::Stopped("stopped while it was measured".into()));
                 let batch = &windows[i];

@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Storage, Tensor, Var, b
 use performer_core::Tape;
 use rayon::prelude::*;
 
-use super::in_order;
+use super::{in_order, threads_on};
 
 /// How many numbers of a large tensor a thread takes at a time.
 pub(super) const PIECE: usize = 1 << 16;
@@ -66,6 +66,7 @@ impl Gradients {
         mut take: impl FnMut(Self) -> Result<()>,
     ) -> Result<Vec<f64>> {
         let mut losses = Vec::with_capacity(parts.len());
+        let threads = params.first().map_or(threads, |(_, var)| threads_on(var.device(), threads));
         in_order(
             parts.len(),
             threads,

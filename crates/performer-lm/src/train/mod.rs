@@ -21,7 +21,7 @@ pub use performer_dist::Grid;
 pub use crate::{
     checkpoint::{Checkpoint, TrainingState},
     config::{AdamWConfig, Schedule},
-    parallel::in_order,
+    parallel::{in_order, threads_on},
     revision::git_revision,
 };
 #[cfg(feature = "nccl")]

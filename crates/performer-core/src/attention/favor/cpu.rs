@@ -54,7 +54,8 @@ impl Source {
         }
         let Some(form) = map.exponential_form() else { return Ok(Self::Ready) };
         let ExponentialForm { projection, hyperbolic, keys } = &form;
-        if !projection.device().is_cpu() {
+        // The kernels weight keys' features of one sign only.
+        if !projection.device().is_cpu() || *hyperbolic && keys.is_some() {
             return Ok(Self::Ready);
         }
         if form.tracked() {

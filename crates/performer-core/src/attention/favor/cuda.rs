@@ -55,7 +55,7 @@ impl Source {
             Some(_) if *hyperbolic => Self::Ready,
             Some(keys) => {
                 let numbers = [projection, &keys.projection, &keys.log_weights];
-                Self::Constant(Map::OwnKeys(Arc::new(OwnKeys::new(numbers, keys.metric.as_ref())?)))
+                Self::Constant(Map::OwnKeys(Arc::new(OwnKeys::lasting(numbers, keys.metric.as_ref())?)))
             }
         })
     }
@@ -74,7 +74,7 @@ impl Cuda {
             Source::Constant(map) => map.clone(),
             Source::Trained => {
                 let form = call.map.exponential_form();
-                Map::OwnKeys(Arc::new(OwnKeys::new(trained_parameters(call.map, form.as_ref())?, None)?))
+                Map::OwnKeys(Arc::new(OwnKeys::of_a_call(trained_parameters(call.map, form.as_ref())?, None)?))
             }
         };
         if let Map::OwnKeys(map) = &map {
@@ -141,7 +141,7 @@ impl Backend for Cuda {
             Some("the CUDA kernels take tensors on a CUDA device".into())
         } else if call.logs && q.dtype() != DType::F32 {
             Some("the CUDA kernels return logarithms of denominators, which a window needs, in f32 alone".into())
-        } else if !favor::takes(q, v, call.map.feature_dim(), call.map.exponential_form().is_some()) {
+        } else if !favor::takes(q, v, call.map.feature_dim(), !matches!(self.source, Source::Ready)) {
             Some(format!(
                 "the CUDA kernels do not take {:?} with heads of {} and {} and {} features, or have no room for them in \
                  this card's shared memory",

@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{
-    CpuStorage, D, DType, Device, Error, Layout, Result, Shape, Tensor,
+    CpuStorage, D, DType, Device, Layout, Result, Shape, Tensor,
     backend::{BackendDevice, BackendStorage},
     bail,
 };
@@ -34,7 +34,7 @@ pub(crate) use super::favor_map::{Map, OwnKeys, Projection};
 /// compute themselves or, where they are not `computed`, read.
 pub(crate) fn takes(q: &Tensor, v: &Tensor, features: usize, computed: bool) -> bool {
     let fits = |t: &Tensor| t.dims().last().is_some_and(|&width| (1..=MOST_WIDTH).contains(&width));
-    let is_taken = super::takes(q) && fits(q) && fits(v) && features <= MOST_FEATURES;
+    let is_taken = super::attention_takes(q) && fits(q) && fits(v) && features <= MOST_FEATURES;
     is_taken && have_room(q, v, features, computed).unwrap_or(false)
 }
 
@@ -42,10 +42,17 @@ pub(crate) fn takes(q: &Tensor, v: &Tensor, features: usize, computed: bool) -> 
 fn have_room(q: &Tensor, v: &Tensor, features: usize, computed: bool) -> Result<bool> {
     let (dim, values) = (q.dim(D::Minus1)?, v.dim(D::Minus1)?);
     let most = shared_as_on_an_a100(q.device().as_cuda_device()?)?;
-    let kind = if computed { MapKind::Computed } else { MapKind::Log };
-    let blocks =
-        |causal| Ok::<_, Error>(Blocks::choose(causal, true, storage(q.dtype())?, kind, [dim, features, values], most));
-    Ok(blocks(true)?.fit(most) && blocks(false)?.fit(most))
+    // Features that are read are f32, but for some kernels that write them as queries are stored.
+    let (kind, dtypes) =
+        if computed { (MapKind::Computed, vec![q.dtype()]) } else { (MapKind::Log, vec![q.dtype(), DType::F32]) };
+    for dtype in dtypes {
+        let storage = storage(dtype)?;
+        let fits = |causal| Blocks::choose(causal, true, storage, kind, [dim, features, values], most).fit(most);
+        if !fits(true) || !fits(false) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// Computes FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` →

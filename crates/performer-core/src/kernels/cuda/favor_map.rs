@@ -6,9 +6,9 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use candle_core::{DType, Result, Tensor, backend::BackendStorage};
+use candle_core::{DType, Device, Result, Tensor, backend::BackendStorage};
 
-use super::{Source, THREADS, View, buffer::Buffer, favor_call::HEADERS, source, with_storages};
+use super::{Source, THREADS, View, buffer::Buffer, favor_call::HEADERS, memory::synchronize, source, with_storages};
 use crate::{kernels::favor::blocks::MapKind, projection::factor_is_bf16};
 
 /// The kernel that packs numbers of a map for the others.
@@ -182,13 +182,22 @@ fn plain(tensor: &Tensor) -> Result<Tensor> {
 /// What was packed, by how it was packed.
 type Cache = Mutex<HashMap<Packing, Arc<Packed>>>;
 
-/// Returns what is packed in a cache, packing it at the first call.
-fn cached(cache: &Cache, packing: Packing, pack: impl FnOnce() -> Result<Packed>) -> Result<Arc<Packed>> {
+/// Returns what is packed in a cache, packing it at the first call. Where it is `shared` by threads,
+/// the device is waited for: each thread has a queue of its own there.
+fn cached(
+    cache: &Cache,
+    packing: Packing,
+    shared: Option<&Device>,
+    pack: impl FnOnce() -> Result<Packed>,
+) -> Result<Arc<Packed>> {
     let mut all = cache.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(packed) = all.get(&packing) {
         return Ok(Arc::clone(packed));
     }
     let packed = Arc::new(pack()?);
+    if let Some(device) = shared {
+        synchronize(device.as_cuda_device()?)?;
+    }
     all.insert(packing, Arc::clone(&packed));
     Ok(packed)
 }
@@ -226,7 +235,7 @@ impl Projection {
     }
 
     fn packed(&self, packing: Packing) -> Result<Arc<Packed>> {
-        cached(&self.packed, packing, || {
+        cached(&self.packed, packing, Some(self.omega.device()), || {
             with_storages([&self.omega], |[omega]| {
                 let matrices = Matrices {
                     numbers: omega,
@@ -256,11 +265,19 @@ pub(crate) struct OwnKeys {
     tables: usize,
     features: usize,
     dim: usize,
+    /// Whether several threads may use it, and not one call alone.
+    shared: bool,
     packed: Cache,
 }
 
 impl OwnKeys {
-    pub(crate) fn new([queries, keys, weights]: [&Tensor; 3], metric: Option<&Tensor>) -> Result<Self> {
+    /// A map that lasts, which several threads may use.
+    pub(crate) fn lasting(numbers: [&Tensor; 3], metric: Option<&Tensor>) -> Result<Self> {
+        Ok(Self { shared: true, ..Self::of_a_call(numbers, metric)? })
+    }
+
+    /// A map for one call.
+    pub(crate) fn of_a_call([queries, keys, weights]: [&Tensor; 3], metric: Option<&Tensor>) -> Result<Self> {
         let (tables, features, dim) = queries.dims3()?;
         Ok(Self {
             queries: plain(queries)?,
@@ -270,6 +287,7 @@ impl OwnKeys {
             tables,
             features,
             dim,
+            shared: false,
             packed: Cache::default(),
         })
     }
@@ -292,7 +310,7 @@ impl OwnKeys {
 
     fn packed(&self, packing: Packing) -> Result<Arc<Packed>> {
         let (features, dim) = (self.features, self.dim);
-        cached(&self.packed, packing, || {
+        cached(&self.packed, packing, self.shared.then(|| self.queries.device()), || {
             with_storages([&self.queries, &self.keys, &self.weights], |[queries, keys, weights]| {
                 let mut own_weights = Buffer::new(weights.0.device(), self.tables * features)?;
                 weights.0.copy_strided_src(&mut own_weights.storage, 0, weights.1)?;

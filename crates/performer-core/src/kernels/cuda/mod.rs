@@ -105,6 +105,11 @@ pub(crate) fn takes(t: &Tensor) -> bool {
     t.device().is_cuda() && storage(t.dtype()).is_ok() && t.elem_count() > 0
 }
 
+/// Whether the kernels of attention, which need the tensor cores of Ampere, take this tensor.
+pub(crate) fn attention_takes(t: &Tensor) -> bool {
+    takes(t) && t.device().as_cuda_device().and_then(capability).is_ok_and(|(major, _)| major >= 8)
+}
+
 /// A tensor as an operation gets it: its storage and its layout.
 pub type View<'a> = (&'a CudaStorage, &'a Layout);
 

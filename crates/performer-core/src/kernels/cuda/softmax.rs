@@ -36,7 +36,7 @@ const GATES: Source = source!("softmax_gates.cu", HEADERS);
 /// Whether the kernels take queries `q` and values `v`.
 pub(crate) fn takes(q: &Tensor, v: &Tensor) -> bool {
     let fits = |t: &Tensor| t.dims().last().is_some_and(|&width| (1..=MOST_WIDTH).contains(&width));
-    super::takes(q) && fits(q) && fits(v) && have_room(q, v).unwrap_or(false)
+    super::attention_takes(q) && fits(q) && fits(v) && have_room(q, v).unwrap_or(false)
 }
 
 /// Whether thread blocks have room on the card of `q`.

@@ -43,7 +43,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax_gate_sums(int keys
     sums += (long long)blockIdx.x * keys;
     for (int first = 0; first < keys; first += THREADS) {
         int token = first + threadIdx.x;
-        double sum = before + add_up(shared, token < keys ? (double)fmaxf(gates[token], FORGETS_ALL) * 1.4426950408889634 : 0.0);
+        float gate = token < keys ? gates[token] : 0.0f;
+        // No maximum, which would take a gate that is not a number for one that forgets everything.
+        double sum = before + add_up(shared, (double)(gate < FORGETS_ALL ? FORGETS_ALL : gate) * 1.4426950408889634);
         if (token < keys) {
             float high = (float)sum;
             sums[token] = {high, (float)(sum - high)};

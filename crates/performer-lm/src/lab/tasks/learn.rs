@@ -19,7 +19,7 @@ use crate::{
     model::Decoder,
     train::{
         AdamW, AdamWConfig, Checkpoint, Earlier, Gradients, Leg, Pace, RunKey, Schedule, Step, StepBar, Steps,
-        TrainingState, in_order, take_steps,
+        TrainingState, in_order, take_steps, threads_on,
     },
 };
 
@@ -239,7 +239,7 @@ impl<'a> Setting<'a> {
         let (mut loss, mut right, mut answers) = (0.0, 0, 0);
         in_order(
             parts.len(),
-            self.threads,
+            threads_on(self.device, self.threads),
             |i| {
                 let batch = Batch::new(parts[i], self.task.is_causal(), self.device)?;
                 let logits = model.logits_at(&batch.ids, &batch.mask, &batch.places)?.to_vec2::<f32>()?;
