@@ -341,6 +341,14 @@ fn is_pending(name: &str, pending: &Path, digest: Option<&String>) -> Result<boo
     Ok(file_digest(pending)?.as_ref() == Some(digest))
 }
 
+/// Whether the weights in a folder are those of a checkpoint, whatever lies beside them.
+///
+/// # Errors
+/// If there is a `model.safetensors` that cannot be read.
+pub(crate) fn has_checkpoint(dir: &Path) -> Result<bool> {
+    Ok(committed_digests(dir)?.is_some())
+}
+
 /// Returns the digests listed by `model.safetensors`; `None` if there is no such file or it was not
 /// written by this module.
 fn committed_digests(dir: &Path) -> Result<Option<Digests>> {
@@ -508,12 +516,14 @@ fn remove(path: &Path, stage: Stage<'_>) -> Result<()> {
     }
 }
 
-/// Makes renames and new names in a folder durable. Only Unix lets a folder be synced.
+/// Makes renames and new names in a folder durable. Only Unix lets a folder be synced, and not on
+/// every file system: what has no such call is saved as well as it can be there.
 fn sync_folder(dir: &Path) -> Result<()> {
     if cfg!(unix) {
-        File::open(dir)
-            .and_then(|folder| folder.sync_all())
-            .with_context(|| format!("cannot sync {}", dir.display()))?;
+        match File::open(dir).and_then(|folder| folder.sync_all()) {
+            Err(e) if [ErrorKind::InvalidInput, ErrorKind::Unsupported].contains(&e.kind()) => {}
+            synced => synced.with_context(|| format!("cannot sync {}", dir.display()))?,
+        }
     }
     Ok(())
 }

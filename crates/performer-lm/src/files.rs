@@ -4,7 +4,7 @@
 
 use std::{
     fs::{File, TryLockError},
-    io::Write,
+    io::{ErrorKind, Write},
     path::{Component, Path, PathBuf},
 };
 
@@ -33,6 +33,12 @@ impl Lock {
         std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let path = dir.join(LOCK);
         let file = File::options().create(true).truncate(false).write(true).open(&path);
+        // Where several users share a folder, the file may be another one's, which can be locked all
+        // the same.
+        let file = match file {
+            Err(e) if e.kind() == ErrorKind::PermissionDenied => File::open(&path).or(Err(e)),
+            file => file,
+        };
         Self::hold(file.with_context(|| format!("cannot write {}", path.display()))?, dir)
     }
 
@@ -60,6 +66,19 @@ impl Lock {
     }
 }
 
+/// Refuses a name that is a file's, or leads through one, where a folder is to be.
+///
+/// # Errors
+/// If it is so; the message names the file.
+pub(crate) fn require_no_file(dir: &Path) -> Result<()> {
+    match dir.ancestors().find(|path| path.exists()) {
+        Some(file) if !file.is_dir() => {
+            bail!("{} is a file, where a folder for results is to be: choose another name", file.display())
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Refuses a folder in which one of these files exists; an empty file holds nothing to lose.
 ///
 /// # Errors
@@ -79,6 +98,7 @@ pub(crate) fn require_free(dir: &Path, names: &[&str]) -> Result<()> {
 /// If the folder, or the one that it would be created in, cannot be written to.
 #[cfg(feature = "lab")]
 pub(crate) fn require_writable(dir: &Path) -> Result<()> {
+    require_no_file(dir)?;
     let there = dir.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
     tempfile::tempfile_in(there).map(drop).with_context(|| {
         format!("cannot write to {}: check the folder and its permissions, or choose another one", dir.display())
@@ -107,6 +127,19 @@ pub(crate) fn require_own(dir: &Path, (record, field): (&str, &str), names: &[&s
             dir.display()
         ))),
         None => Ok(()),
+    }
+}
+
+/// Says of a report that could not be read what to do about it: a damaged one of this program's, by
+/// the name of one of its fields, may go with its folder, and a file of something else may not.
+pub(crate) fn unread(file: &Path, text: &str, field: &str, again: &str) -> String {
+    if text.contains(&format!("\"{field}\"")) {
+        format!("{} is damaged: remove its folder to {again}", file.display())
+    } else {
+        format!(
+            "{} is no report of this program, or is cut off: choose another folder, or remove the file",
+            file.display()
+        )
     }
 }
 

@@ -67,3 +67,4 @@ mod revision;
 #[cfg(feature = "lab")]
 mod seeds;
 pub mod train;
+pub mod unfinished;

@@ -16,6 +16,7 @@ use crate::{
     machine::Machine,
     model::pretrained::Pretrained,
     train::{Grid, RunOptions, Trainer},
+    unfinished::Scratch,
 };
 
 /// A `Point` is one measurement.
@@ -163,7 +164,7 @@ fn measure(
 ) -> Result<Point> {
     let train = |steps: usize| {
         let training = TrainingConfig { max_steps: Some(steps), ..training.clone() };
-        let folder = tempfile::tempdir().context("cannot make a folder for the run")?;
+        let folder = Scratch::new("the run")?;
         let options = RunOptions {
             out: folder.path(),
             data: "bench",

@@ -101,7 +101,7 @@ pub(super) fn run(mut args: Args, machine: &Machine, stop: &AtomicBool) -> Resul
         seeds: args.seeds,
         learning_rates: args.learning_rates,
         out: &args.out,
-        data: args.data.spec().to_string(),
+        data: args.data.spec().resolved().to_string(),
         device: machine.device.clone(),
         threads: machine.threads,
         stop,

@@ -34,7 +34,7 @@ use performer_dist::{Disagreement, One, Ranks};
 
 use args::{Global, Machine};
 
-use crate::{data::remove_partial_files, device::explain_memory, errors::Cause};
+use crate::{device::explain_memory, errors::Cause, unfinished::remove_unfinished};
 
 /// Flag that Ctrl-C sets while steps are taken, which are saved then; a second one ends the program
 /// at once.
@@ -293,7 +293,7 @@ fn listen_for_ctrl_c() -> Result<()> {
             output::note("stopping after this step; once more to stop at once");
             return;
         }
-        remove_partial_files();
+        remove_unfinished();
         output::note("stopped");
         std::process::exit(STOPPED.into());
     })

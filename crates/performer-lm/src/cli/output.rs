@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use comfy_table::{CellAlignment, Table, presets};
 use indicatif::{HumanBytes, HumanDuration, MultiProgress, ProgressBar, ProgressState, ProgressStyle};
 use performer_dist::Disagreement;
@@ -157,9 +157,7 @@ pub(super) fn bytes(bytes: &[u8]) -> Result<()> {
     }
     BARS.suspend(|| {
         let mut out = std::io::stdout().lock();
-        out.write_all(bytes)?;
-        out.flush()?;
-        Ok(())
+        out.write_all(bytes).and_then(|()| out.flush()).context("cannot write the result to stdout")
     })
 }
 

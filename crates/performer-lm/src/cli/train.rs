@@ -20,6 +20,7 @@ use crate::{
     data::{Prepared, prepare, prepare_for},
     errors::Cause,
     eval::{guessing, is_worse_than_guessing},
+    files::require_no_file,
     model::pretrained::Pretrained,
     revision::quoted,
     train::{Grid, RunOptions, Trainer, agreed, default_out, led, saved_data, saved_passes},
@@ -224,6 +225,7 @@ fn settings(args: &Args, machine: &Machine) -> Result<Settings> {
 
 /// Refuses a folder in which a new run would replace something.
 fn require_nothing_in(out: &Path) -> Result<()> {
+    require_no_file(out)?;
     ensure!(
         !TrainingState::is_in(out)?,
         "{} holds a model already: go on with its training by --resume {}, replace it by --overwrite, or choose another --out",

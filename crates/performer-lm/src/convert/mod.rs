@@ -47,7 +47,7 @@ use crate::{
     config::{AttentionConfig, ModelConfig},
     data::{Prepared, TokenFile},
     errors::Cause,
-    files::{self, Lock},
+    files::{self, Lock, require_no_file, unread},
     listener::Listener,
     model::{Decoder, pretrained::Pretrained},
     train::{Checkpoint, Earlier, RunKey, TrainingState, digests, git_revision, model_digest},
@@ -452,6 +452,7 @@ fn maps(favor: &[&FavorConfig]) -> String {
 /// would be lost.
 fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
     let (out, file) = (plan.out, plan.out.join(REPORT));
+    require_no_file(out)?;
     if plan.overwrite {
         return Ok(None);
     }
@@ -459,8 +460,8 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
         Progress::load(out, &plan.device)?
     } else if file.exists() {
         let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
-        let report = serde_json::from_str(&text)
-            .with_context(|| format!("{} is damaged: remove its folder to convert from the start", file.display()))?;
+        let report =
+            serde_json::from_str(&text).with_context(|| unread(&file, &text, "stages", "convert from the start"))?;
         Progress { key: None, report, stage: None }
     } else {
         ensure!(

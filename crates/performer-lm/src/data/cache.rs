@@ -2,24 +2,27 @@
 //! what it is made from.
 //!
 //! A file that is being made has a name of its own, is locked by the process that makes it, and
-//! goes if the process fails or is stopped ([`remove_partial_files`]). What a killed process left
+//! goes if the process fails or is stopped ([`remove_unfinished`]). What a killed process left
 //! is removed by the next one that opens the cache: nobody holds its lock.
 
-use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::RecvTimeoutError;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
-use tempfile::{NamedTempFile, TempDir};
+use tempfile::NamedTempFile;
 
 use super::text::Documents;
 use super::tokenizer::Tokenizer;
 use super::tokens::{TokenFile, content_hash};
-use crate::listener::Listener;
+#[cfg(doc)]
+use crate::unfinished::remove_unfinished;
+use crate::{
+    listener::Listener,
+    unfinished::{Listed, Scratch},
+};
 
 /// Returns the folder of the cache: `$PERFORMER_CACHE`, or else `performer-lm` in the platform's
 /// cache folder (`~/.cache` on Linux). It can be deleted at any time.
@@ -46,24 +49,6 @@ const PARTIAL: (&str, &str) = ("performer-lm-", ".partial");
 /// The age from which a file that nobody holds the lock of was left by a killed process: one that
 /// is younger may be about to be locked.
 const LEFT: Duration = Duration::from_secs(60);
-
-/// The files that this process is making.
-static IN_PROGRESS: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
-
-/// Locks the list. A thread that panicked while it held the lock has left the list whole, so the
-/// poison is ignored.
-fn in_progress() -> MutexGuard<'static, BTreeSet<PathBuf>> {
-    IN_PROGRESS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Removes the files of the cache that this process is making, for a program that is about to end.
-/// What makes them fails if it goes on.
-pub fn remove_partial_files() {
-    for path in std::mem::take(&mut *in_progress()) {
-        // There is nobody left to tell.
-        let _ = fs::remove_file(path);
-    }
-}
 
 /// The time between two signs of work whose progress is not known.
 const SIGN: Duration = Duration::from_secs(20);
@@ -108,15 +93,6 @@ struct Partial {
     listed: Listed,
 }
 
-/// An entry of the list of files that this process is making.
-struct Listed(PathBuf);
-
-impl Drop for Listed {
-    fn drop(&mut self) {
-        in_progress().remove(&self.0);
-    }
-}
-
 impl Partial {
     fn new_in(dir: &Path) -> std::io::Result<Self> {
         let builder = &mut tempfile::Builder::new();
@@ -128,8 +104,7 @@ impl Partial {
         // Some file systems have no locks. `sweep` removes only what it can lock, so it leaves all
         // files there.
         let _ = file.as_file().try_lock();
-        in_progress().insert(file.path().into());
-        let listed = Listed(file.path().into());
+        let listed = Listed::new(file.path());
         Ok(Self { file, listed })
     }
 
@@ -147,7 +122,7 @@ impl Partial {
 pub(crate) struct Cache {
     dir: PathBuf,
     /// Deletes the folder on drop, if it is a temporary one.
-    scratch: Option<TempDir>,
+    scratch: Option<Scratch>,
 }
 
 impl Cache {
@@ -155,7 +130,7 @@ impl Cache {
     /// notice that says so.
     pub(crate) fn from_env(listener: &dyn Listener) -> Result<Self> {
         cache_dir().and_then(|dir| Self::at(&dir)).or_else(|error| {
-            let scratch = tempfile::tempdir().context("cannot make a temporary folder")?;
+            let scratch = Scratch::new("tokens")?;
             listener.note(&format!("cache: tokens are not kept for the next time: {error:#}"));
             Ok(Self { dir: scratch.path().into(), scratch: Some(scratch) })
         })
@@ -391,7 +366,7 @@ mod tests {
         assert!(others.iter().all(|path| path.exists()));
 
         // What this process makes is on the list of what to remove until it is whole or dropped.
-        let is_listed = |path: &Path| in_progress().contains(path);
+        let is_listed = crate::unfinished::is_listed;
         let (whole, dropped) = (Partial::new_in(dir.path()).unwrap(), Partial::new_in(dir.path()).unwrap());
         let paths = [&whole, &dropped].map(|partial| partial.file.path().to_path_buf());
         assert!(paths.iter().all(|path| path.exists() && is_listed(path)));

@@ -24,7 +24,7 @@ use anyhow::Result;
 
 pub use crate::config::Borders;
 pub use batches::{Batch, Batches, EvalWindows, eval_windows};
-pub use cache::{cache_dir, remove_partial_files};
+pub use cache::cache_dir;
 pub use corpus::{Corpus, DataSpec, load_text};
 pub use text::{Documents, SEPARATOR};
 pub use tokenizer::{DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE, StreamDecoder, Tokenizer};

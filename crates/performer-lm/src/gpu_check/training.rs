@@ -11,6 +11,7 @@ use crate::{
     data::{DataSpec, prepare},
     listener::Silent,
     train::{Grid, NEVER, RunOptions, Trainer},
+    unfinished::Scratch,
 };
 
 /// A `Training` describes one training run.
@@ -69,7 +70,7 @@ fn run(attention: &str, device: &Device, extent: Extent) -> Result<Training> {
             save_every: 0,
             ..training.clone()
         };
-        let folder = tempfile::tempdir().context("cannot make a folder for the run")?;
+        let folder = Scratch::new("the run")?;
         let options = RunOptions {
             out: folder.path(),
             data: "sample",

@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::{
     Findings, Heads, Section, Table, capitalised,
-    error::{COLORS, Errors, Estimator, number},
+    error::{COLORS, Errors, Estimator, MOST_DRAWS, number},
     heads::{MOST_CONTEXT, layer_seed},
 };
 use crate::{
@@ -97,7 +97,10 @@ impl Plan {
             self.error
         );
         ensure!(!self.maps.is_empty(), "no map to choose from: give one, such as dense");
-        ensure!(self.draws > 0, Cause::setting("", "draws", 0, "at least 1"));
+        ensure!(
+            (1..=MOST_DRAWS).contains(&self.draws),
+            Cause::setting("", "draws", self.draws, format_args!("at least 1 and at most {MOST_DRAWS}"))
+        );
         let (most, least, last) = (self.most_features, FEATURES[0], FEATURES[FEATURES.len() - 1]);
         ensure!(
             (least..=last).contains(&most),

@@ -188,7 +188,8 @@ const PNG_SCALE: f32 = 2.0;
 #[cfg(feature = "cli")]
 pub(crate) fn require_own(stem: &Path) -> Result<()> {
     let name = stem.file_name().with_context(|| format!("no file name for the chart in {:?}", stem.display()))?;
-    crate::files::require_writable(stem.parent().unwrap_or(Path::new("")))?;
+    let folder = stem.parent().filter(|folder| !folder.as_os_str().is_empty());
+    crate::files::require_writable(folder.unwrap_or(Path::new(".")))?;
     let [svg, png] = paths(stem, name);
     let foreign = match std::fs::read(&svg) {
         Ok(found) => (!svg::is_own(&found)).then_some(svg),

@@ -15,6 +15,7 @@ use crate::{
     checkpoint::{MODEL, REPORTS, require_folder, require_free},
     config::{AttentionPattern, ModelConfig, Preset, TrainingConfig},
     data::{DataSpec, Prepared, Tokenizer},
+    files::{require_no_file, unread},
     model::{Decoder, pretrained},
 };
 
@@ -67,9 +68,8 @@ impl RunState {
 /// # Errors
 /// If anything is missing or damaged; the message names it.
 pub fn load_model(dir: &Path, device: &Device) -> Result<(Decoder, Tokenizer)> {
-    // A name that is no folder would be looked for on the hub.
     require_folder(dir)?;
-    pretrained::load(&dir.to_string_lossy(), device)
+    pretrained::load_folder(dir, device)
 }
 
 /// `Found` says what a folder holds of a run.
@@ -91,12 +91,13 @@ pub enum Found {
 /// another key or without one, a damaged run, or files of something else that a run would replace.
 pub fn find(config: &ModelConfig, training: &TrainingConfig, data: &Prepared, options: &RunOptions) -> Result<Found> {
     require_features(config)?;
+    require_no_file(options.out)?;
     let key = RunKey::of_training(&as_trained(config, data), training, data, &options.device)?;
     let file = options.out.join(REPORT);
     if file.exists() {
         let text = std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
         let report: Report = serde_json::from_slice(&text)
-            .with_context(|| format!("{} is damaged: remove its folder to run it again", file.display()))?;
+            .with_context(|| unread(&file, &String::from_utf8_lossy(&text), "val_loss", "run it again"))?;
         key.check(Earlier { key: report.key.as_ref(), file: &file, remove: Some(options.out) })?;
         return Ok(Found::Finished(Box::new(report)));
     }
@@ -134,17 +135,16 @@ pub fn find_or_run(
 
 /// Returns the finished runs in folders beside `out` that differ from the run of `report`, which is
 /// in `out`, in their attention alone. Folders without a whole report of this version, the log of
-/// losses and the model are passed over.
+/// losses and the model are passed over, and so is what cannot be read.
 ///
 /// # Errors
-/// If the folder in which `out` lies cannot be read.
+/// If `out` is relative and the working folder is gone.
 pub fn runs_beside(report: &Report, out: &Path) -> Result<Vec<(Report, PathBuf)>> {
     let Some(key) = &report.key else { return Ok(Vec::new()) };
     let out = std::path::absolute(out)?;
     let Some(parent) = out.parent() else { return Ok(Vec::new()) };
     let mut beside = Vec::new();
-    for entry in std::fs::read_dir(parent).with_context(|| format!("cannot read {}", parent.display()))? {
-        let folder = entry.with_context(|| format!("cannot read {}", parent.display()))?.path();
+    for folder in std::fs::read_dir(parent).into_iter().flatten().flatten().map(|entry| entry.path()) {
         let Ok(text) = std::fs::read(folder.join(REPORT)) else { continue };
         let Ok(other) = serde_json::from_slice::<Report>(&text) else { continue };
         let is_whole = folder.join(LOG).is_file() && folder.join(MODEL).is_file();

@@ -8,9 +8,10 @@ use std::{
 };
 
 /// The modules, each after everything that it imports from.
-const ORDER: [&str; 25] = [
+const ORDER: [&str; 26] = [
     "errors",
     "files",
+    "unfinished",
     "listener",
     "memory",
     "parallel",

@@ -139,6 +139,13 @@ fn bad_options_get_one_clear_error() {
     let dir = tempfile::tempdir().unwrap();
     let run = |args: &[&str]| lab(dir.path(), args);
     fails(&run(&["error", "--draws", "1"]), &["draws is 1", "at least 2"]);
+    // More than can be counted, as a number of problems times so many.
+    for command in [&["error"][..], &["suggest", "--checkpoint", "model"]] {
+        fails(
+            &run(&[command, &["--draws", "9223372036854775807"]].concat()),
+            &["draws is 9223372036854775807", "at most"],
+        );
+    }
     fails(&run(&["error", "--tokens", "3"]), &["tokens is 3", "16"]);
     fails(&run(&["error", "--head-dim", "0"]), &["head-dim is 0"]);
     fails(&run(&["error", "--features", "128,1"]), &["features is 1"]);

@@ -6,7 +6,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::program::{fails, performer};
+use performer_lm::model::pretrained::Pretrained;
+
+use super::program::{command, fails, json, performer};
 
 const SMALL: [&str; 10] =
     ["--data", "sample", "--max-steps", "1", "--context", "16", "--batch-size", "4", "--vocab-size", "300"];
@@ -210,6 +212,10 @@ fn a_conversion_replaces_no_other_model_and_not_its_teacher() {
         let name = dir.path().join("student/model.safetensors");
         student[&name].clone()
     });
+    // A file of something else is not to be removed with its folder.
+    fs::create_dir(dir.path().join("foreign")).unwrap();
+    fs::write(dir.path().join("foreign/convert.json"), r#"{"from": "png"}"#).unwrap();
+    fails(&to("foreign", &[]), &["convert.json is no report of this program", "choose another folder"]);
     // The report of a conversion beside another model tells of a model that is not there.
     fs::copy(dir.path().join("teacher/model.safetensors"), dir.path().join("student/model.safetensors")).unwrap();
     fails(&to("student", &[]), &["student"]);
@@ -311,9 +317,20 @@ fn a_place_that_cannot_be_written_to_is_refused_at_once() {
         (&["eval", "teacher", "--data", "text.txt", "--plot", "file/x"], "cannot write the chart"),
     ] {
         let refused = performer(dir.path(), command);
-        fails(&refused, &["cannot write to file"]);
+        fails(&refused, &["file is a file, where a folder"]);
         assert!(!String::from_utf8_lossy(&refused.stderr).contains(work), "{command:?} began to work");
     }
+    // So is a file in the place of a model's folder, or on the way to it.
+    let convert = [&["convert", "teacher", "--attention", "favor:m=2,map=learned"], &TINY[..]].concat();
+    let train = [&["train", "--attention", "softmax"], &SMALL[..]].concat();
+    for command in [&convert[..], &train, &["export", "teacher"]] {
+        for out in ["file", "file/x"] {
+            let refused = performer(dir.path(), &[command, &["--out", out]].concat());
+            fails(&refused, &["file is a file, where a folder"]);
+            assert!(!String::from_utf8_lossy(&refused.stderr).contains("step"), "{command:?} began to work");
+        }
+    }
+    assert_eq!(fs::read_to_string(dir.path().join("file")).unwrap(), "mine");
 }
 
 #[test]
@@ -326,4 +343,50 @@ fn a_smaller_comparison_keeps_no_chart_of_a_larger_one() {
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
         assert_eq!(beside.exists(), is_there);
     }
+}
+
+/// A conversion or a training may replace a model as Hugging Face has it. Where it is killed between
+/// the weights and their configuration, the folder holds the new model.
+#[test]
+fn weights_are_not_read_by_the_configuration_of_a_model_that_they_replaced() {
+    let dir = with_teacher();
+    let at = |name: &str| dir.path().join(name);
+    assert!(performer(dir.path(), &["export", "teacher", "--out", "hf"]).status.success());
+    let train = [&["train", "--attention", "softmax:window=4", "--out", "ours"], &SMALL[..]].concat();
+    assert!(performer(dir.path(), &train).status.success());
+    let attention =
+        |folder: &str| Pretrained::open(&at(folder).to_string_lossy()).unwrap().config.attention.to_string();
+    assert_eq!([attention("hf"), attention("ours")], ["softmax", "softmax:window=4"]);
+    for name in ["config.json", "tokenizer.json"] {
+        fs::copy(at("ours").join(name), at("hf").join(format!("{name}.new"))).unwrap();
+    }
+    fs::copy(at("ours/model.safetensors"), at("hf/model.safetensors")).unwrap();
+    assert_eq!(attention("hf"), "softmax:window=4");
+}
+
+/// Names that are no text are those of files on Linux all the same.
+#[cfg(target_os = "linux")]
+#[test]
+fn folders_may_have_names_that_are_no_text() {
+    use std::{ffi::OsStr, os::unix::ffi::OsStrExt};
+    let dir = tempfile::tempdir().unwrap();
+    let odd = dir.path().join(OsStr::from_bytes(b"b\xe9"));
+    fs::create_dir(&odd).unwrap();
+    fs::write(odd.join("text.txt"), "A text to be read, and a text to be written. ".repeat(200)).unwrap();
+    let mut words = [&["train", "--attention", "softmax", "--json"], &SMALL[..]].concat();
+    words[5] = "text.txt";
+    let mut train = command(dir.path(), &words);
+    let done = train.arg("--out").arg(odd.join("run")).current_dir(&odd).output().unwrap();
+    assert!(json(&done)["val_loss"].is_number());
+}
+
+/// A result that cannot be written is said to be missing.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_under_the_result_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let full = fs::File::options().write(true).open("/dev/full").unwrap();
+    let done = command(dir.path(), &["data", "inspect", "--data", "sample"]).stdout(full).output().unwrap();
+    let error = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert!(!done.status.success() && error.contains("cannot write the result to stdout"), "{error}");
 }

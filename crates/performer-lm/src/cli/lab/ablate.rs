@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, atomic::AtomicBool},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 
 use super::Common;
 use crate::{
@@ -21,6 +21,7 @@ use crate::{
         ablate::{self, Plan},
     },
     train::Grid,
+    unfinished::Scratch,
 };
 
 /// Default size of the tokenizer's vocabulary. A small vocabulary spells words, which asks more of
@@ -88,7 +89,7 @@ impl Args {
             Some(out) => out.join("runs"),
             None => {
                 super::require_folder(&ranks, &self.common)?;
-                scratch = tempfile::tempdir().context("cannot make a folder for the runs")?;
+                scratch = Scratch::new("the runs")?;
                 scratch.path().to_path_buf()
             }
         };
@@ -99,7 +100,7 @@ impl Args {
             features: self.features,
             runs: &runs,
             is_kept: self.common.out.is_some(),
-            data: self.data.spec().to_string(),
+            data: self.data.spec().resolved().to_string(),
             device: machine.device.clone(),
             threads: machine.threads,
             stop,

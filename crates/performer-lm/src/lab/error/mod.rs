@@ -27,6 +27,9 @@ pub(super) use set::{QUERIES, Set};
 use super::{Findings, Heads};
 use crate::errors::Cause;
 
+/// The most draws of one measurement, which are counted together with its problems.
+pub(super) const MOST_DRAWS: usize = 1 << 24;
+
 /// A `Plan` says what to measure, and how thoroughly.
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -90,6 +93,9 @@ impl Plan {
         ] {
             let value = value.copied().unwrap_or(0);
             ensure!(value >= least, Cause::setting("", name, value, format_args!("at least {least}")));
+        }
+        for (name, value) in [("draws", self.draws), ("kernel_draws", self.kernel_draws)] {
+            ensure!(value <= MOST_DRAWS, Cause::setting("", name, value, format_args!("at most {MOST_DRAWS}")));
         }
         Ok(())
     }

@@ -20,7 +20,7 @@ use crate::{
     },
     data::Tokenizer,
     errors::Cause,
-    files::{self, Lock},
+    files::{self, Lock, require_no_file},
     revision::git_revision,
 };
 
@@ -58,6 +58,7 @@ pub fn export(model: &Pretrained, dir: &Path) -> Result<()> {
 /// the folder holds a model in several files, another process works there, or it cannot be written
 /// to.
 pub fn export_over(model: &Pretrained, dir: &Path) -> Result<()> {
+    require_no_file(dir)?;
     ensure!(
         !dir.join(INDEX).exists(),
         "{} holds a model in several files: choose another folder, or remove it first",

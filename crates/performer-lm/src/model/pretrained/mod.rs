@@ -33,7 +33,7 @@ use candle_core::{D, DType, Device, Tensor};
 
 use super::Decoder;
 use crate::{
-    checkpoint::Checkpoint,
+    checkpoint::{Checkpoint, has_checkpoint},
     config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions},
     data::{Tokenizer, hub::Hub},
     listener::{Listener, Silent},
@@ -162,12 +162,25 @@ pub fn load_with(source: &str, device: &Device, listener: &dyn Listener) -> Resu
     Ok((model, opened.tokenizer))
 }
 
+/// Loads the model in a folder as [`load`] does, whatever the folder is called.
+///
+/// # Errors
+/// As [`load`].
+pub(crate) fn load_folder(dir: &Path, device: &Device) -> Result<(Decoder, Tokenizer)> {
+    let opened = folder(dir)?;
+    opened.require_vocabulary().with_context(|| dir.display().to_string())?;
+    let model = opened.decoder(device).with_context(|| format!("cannot build the model in {}", dir.display()))?;
+    Ok((model, opened.tokenizer))
+}
+
 /// The sources that [`Pretrained::open`] takes.
 const FORMATS: &str = "a checkpoint folder, a Hugging Face folder or the id of a model on the hub (owner/name), a llama2.c .bin, or a \
                        .gguf file";
 
 fn folder(dir: &Path) -> Result<Pretrained> {
-    if hugging_face::is_folder(dir) {
+    // While one of our checkpoints replaces a model of Hugging Face's, its weights may be there
+    // before its configuration has its name.
+    if !has_checkpoint(dir)? && hugging_face::is_folder(dir) {
         return hugging_face::open(dir);
     }
     of_checkpoint(Checkpoint::load(dir, &Device::Cpu)?)

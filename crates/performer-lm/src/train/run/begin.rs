@@ -178,7 +178,11 @@ impl<'a> Trainer<'a> {
         let key = RunKey::of_training(model.config(), &training, data, &options.device)?;
         let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
         let data_from_here = match options.data.parse()? {
-            DataSpec::Path(path) if path.is_relative() => between(options.out, &path),
+            // A path that JSON has no text for is not kept: the run then asks for its data where it
+            // goes on in another folder.
+            DataSpec::Path(path) if path.is_relative() => {
+                between(options.out, &path).filter(|path| path.to_str().is_some())
+            }
             _ => None,
         };
         Ok(Self {
