@@ -311,15 +311,33 @@ impl Comparison<'_> {
         if self.learning_rates.is_empty() { vec![self.training.learning_rate] } else { self.learning_rates.clone() }
     }
 
+    /// Returns which run this is, counted from 1, and of how many: all rates of all attentions at the
+    /// first seed, and then one rate of each at the others.
+    fn number_of(&self, attention: &AttentionPattern, seed: u64, rate: f64) -> (usize, usize) {
+        let (rates, attentions) = (self.rates(), self.attentions.len());
+        let attention = self.attentions.iter().position(|other| other == attention).unwrap_or(0);
+        let number = match self.seeds.iter().position(|&other| other == seed).unwrap_or(0) {
+            0 => attention * rates.len() + rates.iter().position(|&other| other == rate).unwrap_or(0),
+            later => attentions * (rates.len() + later - 1) + attention,
+        };
+        (number + 1, self.runs())
+    }
+
+    /// Returns the number of runs.
+    pub fn runs(&self) -> usize {
+        self.attentions.len() * (self.rates().len() + self.seeds.len() - 1)
+    }
+
     /// Makes one run, or finds it; one of several ranks finds what they have made.
     fn train(&self, attention: &AttentionPattern, seed: u64, learning_rate: f64, data: &Prepared) -> Result<Chosen> {
         let (config, training) = self.recipe(attention, seed, learning_rate)?;
         let folder = self.folder(attention, seed, learning_rate);
-        let is_one_of_several = self.seeds.len() > 1 || self.learning_rates.len() > 1;
-        if is_one_of_several && self.ranks.world().size() == 1 {
+        let (number, all) = self.number_of(attention, seed, learning_rate);
+        if all > 1 && self.ranks.world().size() == 1 {
             let found = find(&config, &training, data, &self.options(&folder))?;
             if !matches!(found, Found::Finished(_)) {
-                self.listener.note(&format!("{attention}, seed {seed}, learning rate {learning_rate:e}"));
+                let run = format!("{attention}, seed {seed}, learning rate {learning_rate:e}");
+                self.listener.note(&format!("run {number} of {all}: {run}"));
             }
         }
         let report = made(&self.ranks, &config, &training, data, self.options(&folder))?;
@@ -362,6 +380,7 @@ impl Comparison<'_> {
         let written =
             ["table.md", "loss.svg", "loss.png", "positions.svg", "positions.png", "beside.svg", "beside.png"];
         files::require_own(self.out, ("compare.json", "runs"), &written)?;
+        self.require_same(data)?;
         let rates = self.rates();
         require_once("learning rate", &rates)?;
         require_once("attention", &self.attentions)?;
@@ -380,6 +399,24 @@ impl Comparison<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Refuses to replace the outcome of a comparison on another corpus or of another model.
+    fn require_same(&self, data: &Prepared) -> Result<()> {
+        let Ok(text) = std::fs::read(self.out.join("compare.json")) else { return Ok(()) };
+        // One of another version may lack something that would be compared.
+        let Ok(earlier) = serde_json::from_slice::<Outcome>(&text) else { return Ok(()) };
+        let what = if earlier.corpus != data.corpus_name {
+            format!("on {}", earlier.corpus)
+        } else if earlier.config != as_trained(&self.config, data) {
+            "of another model".to_string()
+        } else {
+            return Ok(());
+        };
+        bail!(Cause::AnotherFolder(format!(
+            "{} holds a comparison {what}, which would be replaced: choose another folder, or remove its compare.json",
+            self.out.display()
+        )))
     }
 
     fn save(&self, data: &Prepared, FoundSoFar { chosen, tried, .. }: &FoundSoFar) -> Result<Outcome> {

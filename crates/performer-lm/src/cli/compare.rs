@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use super::{
     args::{DataArgs, Machine, RecipeArgs},
     output,
-    train::in_turn,
+    train::{few_steps, in_turn},
 };
 use crate::{
     compare::{Comparison, Outcome, Summary},
@@ -19,7 +19,7 @@ use crate::{
     errors::Cause,
     eval::show_perplexity,
     revision::command_line,
-    train::Grid,
+    train::{Grid, training_batches},
 };
 
 /// How long processes wait for the one whose runs take longest: a week. Where a process dies, its
@@ -109,6 +109,11 @@ pub(super) fn run(mut args: Args, machine: &Machine, stop: &AtomicBool) -> Resul
         ranks: ranks.clone(),
         command: command_line(),
     };
+    let batches = training_batches(&comparison.config, &comparison.training, &data)?;
+    let steps = comparison.training.epochs.saturating_mul(batches.batches_per_epoch());
+    let steps = comparison.training.max_steps.map_or(steps, |most| most.min(steps));
+    output::note(&format!("{} run(s) of {} steps each", comparison.runs(), output::thousands(steps as u64)));
+    few_steps(steps, &comparison.training).iter().for_each(|text| output::note(text));
     let outcome = comparison.run(&data)?;
     if !ranks.leads() {
         return Ok(());
@@ -149,6 +154,9 @@ fn table(outcome: &Outcome) -> String {
         "state: what decoding keeps of one sequence of {} tokens, in f32; one that grows with every token has a +",
         outcome.config.context
     );
+    if outcome.summary.len() > 1 {
+        notes += "\nvs first: perplexity beside that of the first attention";
+    }
     if outcome.summary.iter().any(|s| s.features_off.is_some()) {
         notes +=
             "\nfeatures off: loss of the same trained model with its window alone, or means of the values without one";

@@ -31,6 +31,8 @@ pub(super) struct Ending {
     runs: Vec<(Report, PathBuf)>,
     /// The run that comes with the program, where none of these is softmax.
     recorded: Option<Recorded>,
+    /// The tokens of an epoch, the same for all of these.
+    epoch_tokens: u64,
 }
 
 impl Ending {
@@ -38,21 +40,25 @@ impl Ending {
     ///
     /// # Errors
     /// If the folder in which `out` lies cannot be read.
-    pub(super) fn new(report: &Report, out: &Path) -> Result<Self> {
+    pub(super) fn new(report: &Report, out: &Path, epoch_tokens: u64) -> Result<Self> {
         let mut beside = runs_beside(report, out)?;
         beside.sort_by_key(|(other, _)| (other.attention_spec != "softmax", other.attention_spec.clone()));
         beside.truncate(SHOWN_BESIDE);
         let softmax = beside.iter().any(|(other, _)| other.attention_spec == "softmax");
         let recorded = if softmax { None } else { first_run::beside(report)? };
-        Ok(Self { runs: [(report.clone(), out.to_path_buf())].into_iter().chain(beside).collect(), recorded })
+        Ok(Self {
+            runs: [(report.clone(), out.to_path_buf())].into_iter().chain(beside).collect(),
+            recorded,
+            epoch_tokens,
+        })
     }
 
     /// The table of results, with a column for each run.
     pub(super) fn table(&self) -> String {
         let recorded = self.recorded.as_ref().map(|recorded| &recorded.report);
-        let own = self.runs.iter().map(|(report, _)| entries(report, true));
+        let own = self.runs.iter().map(|(report, _)| entries(report, Some(self.epoch_tokens)));
         // Times of the recorded run would compare machines, not attentions.
-        let columns: Vec<_> = own.chain(recorded.map(|report| entries(report, false))).collect();
+        let columns: Vec<_> = own.chain(recorded.map(|report| entries(report, None))).collect();
         let row = |i: usize, name: &str| -> Option<Vec<String>> {
             let values: Vec<_> = columns.iter().map(|column| column[i].1.clone()).collect();
             let shown = values.iter().map(|value| value.clone().unwrap_or_else(|| "-".into()));
@@ -140,13 +146,8 @@ fn leave_out(folder: &Path, error: &anyhow::Error) {
 }
 
 /// Returns the names and values of the rows of a report: the same names in the same order for every
-/// report, and no value where it has none. Without `times`, rows of times have none.
-fn entries(r: &Report, times: bool) -> [(&'static str, Option<String>); 13] {
-    let epochs: Vec<String> = r.epoch_seconds.iter().map(|s| format!("{s:.1}")).collect();
-    let epochs = match &epochs[..] {
-        [_, _, _, _, _, ..] => format!("{} ... {}", epochs[..2].join(" "), epochs[epochs.len() - 2..].join(" ")),
-        _ => epochs.join(" "),
-    };
+/// report, and no value where it has none. Without the tokens of an epoch, rows of times have none.
+fn entries(r: &Report, epoch_tokens: Option<u64>) -> [(&'static str, Option<String>); 13] {
     let grows = if r.state_grows { ", and grows with every token" } else { "" };
     let test = r.test.as_ref();
     let control = r.features_off.as_ref();
@@ -162,7 +163,18 @@ fn entries(r: &Report, times: bool) -> [(&'static str, Option<String>); 13] {
         ("loss with features off", control.map(|c| format!("{:.4} ({})", c.val_loss, c.attention_spec))),
         ("test loss (nats/token)", test.map(|test| format!("{:.4}", test.loss))),
         ("test perplexity", test.map(|test| show_perplexity(test.perplexity, 3))),
-        ("seconds per epoch", times.then_some(epochs)),
-        ("tokens/s", times.then(|| output::thousands(r.tokens_per_second as u64))),
+        ("seconds per epoch", epoch_tokens.map(|tokens| epoch_seconds(r, tokens))),
+        ("tokens/s", epoch_tokens.map(|_| output::thousands(r.tokens_per_second as u64))),
     ]
+}
+
+/// The seconds of each whole epoch, or what one would take where none is whole.
+fn epoch_seconds(r: &Report, epoch_tokens: u64) -> String {
+    let whole = (r.tokens / epoch_tokens.max(1)) as usize;
+    let epochs: Vec<String> = r.epoch_seconds.iter().take(whole).map(|s| format!("{s:.1}")).collect();
+    match &epochs[..] {
+        [] => format!("about {:.0}", epoch_tokens as f64 / r.tokens_per_second.max(1e-9)),
+        [_, _, _, _, _, ..] => format!("{} ... {}", epochs[..2].join(" "), epochs[epochs.len() - 2..].join(" ")),
+        _ => epochs.join(" "),
+    }
 }

@@ -1,6 +1,6 @@
 //! This module is the command `performer-lm eval`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail, ensure};
 use serde::Serialize;
@@ -16,6 +16,7 @@ use crate::{
     model::{Decoder, pretrained},
     plot::{self, Axis, Chart, Scale, Series},
     recall::{Examiner, Recall},
+    train::{trains_on, unfinished_step},
 };
 
 #[derive(clap::Args)]
@@ -122,6 +123,12 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     args.plot.as_deref().map_or(Ok(()), plot::require_own)?;
     let (model, tokenizer) = pretrained::load_with(&args.model, &machine.device, &output::TERMINAL)?;
     paths::warn(&model, false)?;
+    if let Some(step) = unfinished_step(Path::new(&args.model)) {
+        output::note(&format!(
+            "the training in {} is not finished: these are its weights after step {step}",
+            args.model
+        ));
+    }
     let leak = model.config().leak;
     ensure!(
         !leak || !args.features_off,
@@ -165,6 +172,14 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let context = args.context.unwrap_or(learned);
     let cut = cut_to_windows(&args, &model, context)?;
     let (corpus, tokens) = held_out(&args.data, &tokenizer)?;
+    let file = Path::new(&args.data);
+    if file.is_file() && trains_on(Path::new(&args.model), file) {
+        output::note(&format!(
+            "warning: {0} was trained on nine tenths of {1}, and all of it is predicted here: measure it on another text, or \
+             train on a folder with a train.txt and a valid.txt",
+            args.model, args.data
+        ));
+    }
     let evaluate = |model: &Decoder| {
         let limit = args.max_tokens.unwrap_or(usize::MAX);
         evaluate_windows(model, &tokens, machine.threads, context, limit, &output::TERMINAL)

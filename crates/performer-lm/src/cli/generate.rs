@@ -1,14 +1,15 @@
 //! This module is the command `performer-lm generate`.
 
-use std::time::Instant;
+use std::{io, path::Path, time::Instant};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use serde::Serialize;
 
 use super::{args::Machine, output, paths};
 use crate::{
     generate::{Continuation, Generation, Sampling, Stop},
     model::pretrained,
+    train::unfinished_step,
 };
 
 #[derive(clap::Args)]
@@ -20,7 +21,7 @@ Examples:
 pub(super) struct Args {
     /// Checkpoint folder, Hugging Face folder or hub id, llama2.c .bin, or .gguf file.
     model: String,
-    /// Text to continue.
+    /// Text to continue; with -, all that stdin has, without line breaks at its end.
     #[arg(long, default_value = "Once upon a time")]
     prompt: String,
     /// Most tokens to write; the model may end the text before.
@@ -58,9 +59,22 @@ struct Written {
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let (model, tokenizer) = pretrained::load_with(&args.model, &machine.device, &output::TERMINAL)?;
     paths::warn(&model, false)?;
+    if let Some(step) = unfinished_step(Path::new(&args.model)) {
+        output::note(&format!(
+            "the training in {} is not finished: these are its weights after step {step}",
+            args.model
+        ));
+    }
     let sampling =
         Sampling { temperature: args.temperature, top_k: args.top_k, top_p: Some(args.top_p), seed: args.seed };
-    let mut continuation = Continuation::new(&model, &tokenizer, &args.prompt, sampling)?;
+    let prompt = match args.prompt.as_str() {
+        "-" => io::read_to_string(io::stdin())
+            .context("cannot read the prompt from stdin")?
+            .trim_end_matches(['\n', '\r'])
+            .into(),
+        _ => args.prompt,
+    };
+    let mut continuation = Continuation::new(&model, &tokenizer, &prompt, sampling)?;
     if args.ignore_end {
         continuation = continuation.past_ends();
     }
@@ -73,7 +87,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     }
     let mut text = String::new();
     if !args.json {
-        output::bytes(args.prompt.as_bytes())?;
+        output::bytes(prompt.as_bytes())?;
     }
     // The first token comes after the prompt was read. Neither is counted.
     let mut first: Option<Instant> = None;
@@ -106,7 +120,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     ));
     if args.json {
         output::json(&Written {
-            prompt: args.prompt,
+            prompt,
             text,
             tokens: generation.tokens,
             tokens_per_second,

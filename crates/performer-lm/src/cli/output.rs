@@ -58,21 +58,23 @@ impl Listener for Terminal {
             Unit::Texts => "{prefix} [{bar:30}] {pos}/{len} texts  {left}",
         };
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-        // Before anything is done, nobody knows.
+        // By what was done since the bar began, which what was done before says nothing of. Before
+        // anything is done, nobody knows.
+        let begun = Instant::now();
         let style = style.with_key("left", move |state: &ProgressState, out: &mut dyn std::fmt::Write| {
             if state.pos() > done {
-                let _ = write!(out, "left {:#}", HumanDuration(state.eta()));
+                let seconds_each = begun.elapsed().as_secs_f64() / (state.pos() - done) as f64;
+                let _ = out.write_str(&time_left(seconds_each, state.pos(), total));
             }
         });
         let bar = if SILENT.load(Ordering::Relaxed) { ProgressBar::hidden() } else { ProgressBar::new(total) };
         let bar = bar.with_position(done).with_prefix(name.to_string());
         let bar = BARS.add(bar.with_style(if unit == Unit::Bytes { style } else { style.progress_chars("=> ") }));
-        bar.reset_eta();
         bar.enable_steady_tick(Duration::from_millis(500));
         if unit == Unit::Steps {
             TRAININGS.fetch_add(1, Ordering::Relaxed);
         }
-        Box::new(Drawn { bar, unit, total, begun: (Instant::now(), done), told: Cell::new(Instant::now()) })
+        Box::new(Drawn { bar, unit, total, begun: (begun, done), told: Cell::new(Instant::now()) })
     }
 }
 
@@ -110,18 +112,21 @@ impl Drawn {
     /// parts.
     fn line(&self, done: u64, seconds_each: f64) -> String {
         let Self { bar, unit, total, .. } = self;
-        let mut line = match unit {
+        let line = match unit {
             Unit::Bytes => format!("{}  {} of {}", bar.prefix(), HumanBytes(done), HumanBytes(*total)),
             Unit::Steps => format!("{}  step {done}/{total}  {}", bar.prefix(), bar.message()),
             Unit::Layers => format!("{}  {done}/{total} layers", bar.prefix()),
             Unit::Texts => format!("{}  {done}/{total} texts", bar.prefix()),
         };
-        // Before anything is done, nobody knows.
-        if let Ok(left) = Duration::try_from_secs_f64(seconds_each * total.saturating_sub(done) as f64) {
-            line += &format!("  left {:#}", HumanDuration(left));
-        }
-        line
+        format!("{line}  {}", time_left(seconds_each, done, *total)).trim_end().to_string()
     }
+}
+
+/// Says how long the rest takes at so many seconds for each of its parts. Before anything is done,
+/// nobody knows.
+fn time_left(seconds_each: f64, done: u64, total: u64) -> String {
+    let left = Duration::try_from_secs_f64(seconds_each * total.saturating_sub(done) as f64);
+    left.map_or_else(|_| String::new(), |left| format!("left {:#}", HumanDuration(left)))
 }
 
 impl Bar for Drawn {
@@ -330,6 +335,12 @@ pub(super) fn recall_cells(recall: &Recall) -> [String; 2] {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_time_left_is_that_of_what_is_not_done() {
+        assert_eq!(time_left(2.0, 3, 10), "left 14s");
+        assert_eq!(time_left(f64::INFINITY, 0, 10), "");
+    }
 
     #[test]
     fn an_error_of_the_library_gets_its_option() {

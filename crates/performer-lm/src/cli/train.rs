@@ -23,7 +23,7 @@ use crate::{
     files::require_no_file,
     model::pretrained::Pretrained,
     revision::quoted,
-    train::{Grid, RunOptions, Trainer, agreed, default_out, led, saved_data, saved_passes},
+    train::{Grid, RunOptions, Trainer, agreed, default_out, is_finished, led, saved_data, saved_passes},
 };
 
 #[derive(clap::Args)]
@@ -136,6 +136,15 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         })?;
         ranks.set_deadline(deadline);
         let trainer = Trainer::resume(&data, options(dir, &spelt, machine, ranks, stop))?;
+        let (step, all) = (trainer.step(), trainer.total_steps());
+        output::note(&if step < all {
+            format!("going on after step {} of {}", output::thousands(step as u64), output::thousands(all as u64))
+        } else {
+            format!(
+                "this run is finished, and is measured again; its model is trained further by --from {}",
+                quoted(dir)
+            )
+        });
         return finish(&args, trainer, &data, dir);
     }
     // The first of several processes downloads what the others then find.
@@ -227,6 +236,13 @@ fn settings(args: &Args, machine: &Machine) -> Result<Settings> {
 fn require_nothing_in(out: &Path) -> Result<()> {
     require_no_file(out)?;
     ensure!(
+        !is_finished(out) || !TrainingState::is_in(out)?,
+        "{} holds a model already, whose training is finished: train it further by --from {} and another --out, or replace \
+         it by --overwrite",
+        out.display(),
+        quoted(out)
+    );
+    ensure!(
         !TrainingState::is_in(out)?,
         "{} holds a model already: go on with its training by --resume {}, replace it by --overwrite, or choose another --out",
         out.display(),
@@ -238,6 +254,20 @@ fn require_nothing_in(out: &Path) -> Result<()> {
         out.display()
     );
     require_free(out, &REPORTS)
+}
+
+/// Steps below which a model has hardly begun to learn from text.
+const FEW_STEPS: usize = 300;
+
+/// What to say of a training of few steps, if nobody asked for few.
+pub(super) fn few_steps(steps: usize, training: &TrainingConfig) -> Option<String> {
+    let asked = training.max_steps.is_some_and(|most| most <= steps);
+    (steps < FEW_STEPS && !asked).then(|| {
+        format!(
+            "only {steps} steps, in which a model learns little: more by --epochs, or by a --batch-size below {}",
+            training.batch_size
+        )
+    })
 }
 
 /// Prepares data on the first rank, then on the others, which find it in the cache where they share
@@ -283,6 +313,11 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
         // A resumed run keeps the tokens that it began with, and refuses the option.
         if used * 2 < all && args.resume.is_none() { " (--max-train-tokens 0 for all)" } else { "" }
     ));
+    // A resumed run is planned already.
+    if let Some(text) = few_steps(trainer.total_steps(), trainer.training()).filter(|_| args.resume.is_none()) {
+        output::note(&text);
+    }
+    let epoch_tokens = trainer.tokens_per_epoch() as u64;
     let (vocabulary, leak, leads) = (config.vocab_size, config.leak, trainer.ranks().leads());
     let Some(report) = trainer.run()? else {
         let text = format!("stopped and saved; go on with: performer-lm train --resume {}", quoted(out));
@@ -291,7 +326,7 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
     if !leads {
         return Ok(());
     }
-    let ending = Ending::new(&report, out)?;
+    let ending = Ending::new(&report, out, epoch_tokens)?;
     if args.json {
         output::json(&report)?
     } else {

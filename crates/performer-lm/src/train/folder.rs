@@ -72,6 +72,21 @@ pub fn load_model(dir: &Path, device: &Device) -> Result<(Decoder, Tokenizer)> {
     pretrained::load_folder(dir, device)
 }
 
+/// Whether a folder holds the report of a training that has ended.
+pub fn is_finished(dir: &Path) -> bool {
+    dir.join(REPORT).exists()
+}
+
+/// Returns after which step the weights in a folder were saved, if it is that of a training which
+/// has not ended.
+pub fn unfinished_step(dir: &Path) -> Option<u64> {
+    if is_finished(dir) || !TrainingState::is_in(dir).unwrap_or(false) {
+        return None;
+    }
+    let state = state_in(dir)?;
+    if state["key"]["run"] == TRAINING { state["step"].as_u64() } else { None }
+}
+
 /// `Found` says what a folder holds of a run.
 #[derive(Debug)]
 pub enum Found {
@@ -188,9 +203,24 @@ pub fn saved_data(dir: &Path) -> Result<SavedData> {
     Ok(SavedData { spelt, spec, tokenizer: Tokenizer::with_borders(checkpoint.tokenizer, borders)? })
 }
 
+/// The training state in a folder as JSON, without its tensors.
+fn state_in(dir: &Path) -> Option<serde_json::Value> {
+    serde_json::from_slice(&std::fs::read(dir.join(STATE)).ok()?).ok()
+}
+
+/// Whether the run in a folder trains on this file, of which it holds out a part.
+pub fn trains_on(dir: &Path, file: &Path) -> bool {
+    let Some(state) = state_in(dir) else { return false };
+    let spelt = state["data_spec"].as_str().map(PathBuf::from);
+    let from_here = state["data_from_here"].as_str().map(|path| dir.join(path));
+    let file = file.canonicalize().ok();
+    let is_it = |path: PathBuf| file.is_some() && path.canonicalize().ok() == file;
+    from_here.or(spelt).is_some_and(is_it)
+}
+
 /// Returns how many forward passes a step of the run in a folder takes, if there is such a run.
 pub fn saved_passes(dir: &Path) -> Option<usize> {
-    let state: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join(STATE)).ok()?).ok()?;
+    let state = state_in(dir)?;
     let setting = |name: &str| usize::try_from(state["training"][name].as_u64()?).ok().filter(|&n| n > 0);
     Some(setting("batch_size")?.div_ceil(setting("micro_batch")?))
 }

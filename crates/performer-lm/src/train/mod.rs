@@ -29,7 +29,8 @@ pub use cards::connect;
 #[cfg(feature = "lab")]
 pub(crate) use folder::as_trained;
 pub use folder::{
-    Found, SavedData, default_out, find, find_or_run, load_model, run_name, runs_beside, saved_data, saved_passes,
+    Found, SavedData, default_out, find, find_or_run, is_finished, load_model, run_name, runs_beside, saved_data,
+    saved_passes, trains_on, unfinished_step,
 };
 pub use gradients::Gradients;
 pub use log::{Record, read_log};

@@ -174,7 +174,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// Returns the number of steps taken.
-    fn step(&self) -> usize {
+    pub fn step(&self) -> usize {
         self.optimizer.steps()
     }
 

@@ -399,7 +399,7 @@ fn a_run_is_not_overwritten_by_accident() {
     let dir = tempfile::tempdir().unwrap();
     let args = train(&["--attention", "softmax", "--out", "run"]);
     assert!(performer(dir.path(), &args).status.success());
-    fails(&performer(dir.path(), &args), &["run holds a model already", "--resume", "--overwrite"]);
+    fails(&performer(dir.path(), &args), &["run holds a model already", "--from run", "--overwrite"]);
     assert!(performer(dir.path(), &[&args[..], &["--overwrite"]].concat()).status.success());
     let resumed = performer(dir.path(), &["train", "--resume", "run", "--json"]);
     assert_eq!(json(&resumed)["steps"], 2);

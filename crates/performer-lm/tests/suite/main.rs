@@ -15,6 +15,8 @@ mod earlier_results;
 mod going_on;
 #[cfg(feature = "cli")]
 mod gpu_check;
+#[cfg(feature = "cli")]
+mod guidance;
 mod heap;
 mod imports;
 #[cfg(all(feature = "cli", unix))]

@@ -1,0 +1,136 @@
+//! What the program says of its own accord, where a person would otherwise draw a wrong conclusion.
+
+use std::{fs, io::Write, path::Path, process::Stdio};
+
+use super::program::{command, fails, performer};
+
+const SMALL: [&str; 10] =
+    ["--data", "sample", "--max-steps", "2", "--context", "16", "--batch-size", "4", "--vocab-size", "300"];
+
+/// Runs a command that has to succeed, and returns what it prints and what it says.
+fn printed_and_said(dir: &Path, args: &[&str]) -> [String; 2] {
+    let output = performer(dir, args);
+    let [printed, said] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert!(output.status.success(), "{said}");
+    [printed, said]
+}
+
+#[test]
+fn a_finished_run_is_known_as_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let train = [&["train", "--attention", "softmax", "--out", "run"], &SMALL[..]].concat();
+    let [table, said] = printed_and_said(dir.path(), &train);
+    // Two steps are no epoch, whose time is that of all of its tokens.
+    let row = table.lines().find(|line| line.contains("seconds per epoch")).unwrap();
+    assert!(row.contains("about "), "{row}");
+    assert!(!said.contains("learns little"), "few steps were asked for: {said}");
+    fails(&performer(dir.path(), &train), &["run holds a model already", "is finished", "--from run", "--overwrite"]);
+    let [_, said] = printed_and_said(dir.path(), &["train", "--resume", "run"]);
+    assert!(said.contains("this run is finished") && said.contains("--from run"), "{said}");
+    let [_, said] = printed_and_said(dir.path(), &["generate", "run", "--max-tokens", "2"]);
+    assert!(!said.contains("not finished"), "{said}");
+    // Without its report the run had been stopped after its last step.
+    fs::remove_file(dir.path().join("run/metrics.json")).unwrap();
+    let [_, said] = printed_and_said(dir.path(), &["eval", "run", "--data", "sample", "--max-tokens", "20"]);
+    assert!(said.contains("the training in run is not finished: these are its weights after step 2"), "{said}");
+    fails(&performer(dir.path(), &train), &["run holds a model already", "--resume run", "--overwrite"]);
+}
+
+#[test]
+fn a_text_that_is_too_short_for_its_batches_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("text"), &include_str!("../../assets/sample.txt")[..30_000]).unwrap();
+    let words =
+        ["train", "--data", "text", "--attention", "softmax", "--vocab-size", "300", "--context", "16", "--out", "run"];
+    let [table, said] = printed_and_said(dir.path(), &words);
+    assert!(said.contains("steps, in which a model learns little: more by --epochs, or by a --batch-size"), "{said}");
+    // Whole epochs have the times that they took.
+    let row = table.lines().find(|line| line.contains("seconds per epoch")).unwrap();
+    assert!(!row.contains("about "), "{row}");
+    // Of the file itself most was trained on, and of another one nothing.
+    fs::write(dir.path().join("other"), &include_str!("../../assets/sample.txt")[30_000..31_000]).unwrap();
+    for (text, is_trained_on) in [("text", true), ("other", false)] {
+        let [_, said] = printed_and_said(dir.path(), &["eval", "run", "--data", text, "--max-tokens", "20"]);
+        assert_eq!(said.contains("trained on nine tenths of text"), is_trained_on, "{said}");
+    }
+}
+
+#[test]
+fn a_comparison_says_how_much_there_is_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let words =
+        ["compare", "--attention", "softmax", "--attention", "softmax:window=4", "--seeds", "1,2", "--out", "out"];
+    let words = [&words[..], &SMALL].concat();
+    let [table, said] = printed_and_said(dir.path(), &words);
+    assert!(said.contains("4 run(s) of 2 steps each"), "{said}");
+    for (number, run) in [(1, "softmax, seed 1"), (2, "softmax:window=4, seed 1"), (4, "softmax:window=4, seed 2")] {
+        assert!(said.contains(&format!("run {number} of 4: {run}, learning rate")), "{said}");
+    }
+    assert!(table.contains("vs first: perplexity beside that of the first attention"), "{table}");
+
+    // The outcome of another comparison stays.
+    fs::write(dir.path().join("text"), &include_str!("../../assets/sample.txt")[..30_000]).unwrap();
+    let before = fs::read(dir.path().join("out/compare.json")).unwrap();
+    let mut other = words.clone();
+    other[words.iter().position(|word| *word == "sample").unwrap()] = "text";
+    fails(&performer(dir.path(), &other), &["out holds a comparison on sample", "choose another folder"]);
+    let mut other = words.clone();
+    other[words.iter().position(|word| *word == "16").unwrap()] = "8";
+    fails(&performer(dir.path(), &other), &["out holds a comparison of another model", "choose another folder"]);
+    assert_eq!(fs::read(dir.path().join("out/compare.json")).unwrap(), before);
+    // More of the same goes on.
+    printed_and_said(dir.path(), &[&words[..], &["--attention", "uniform"]].concat());
+}
+
+#[test]
+fn runs_are_counted_with_all_rates_of_the_first_seed() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, range) in [("train.txt", 0..30_000), ("valid.txt", 30_000..33_000), ("test.txt", 33_000..36_000)] {
+        fs::create_dir_all(dir.path().join("data")).unwrap();
+        fs::write(dir.path().join("data").join(name), &include_str!("../../assets/sample.txt")[range]).unwrap();
+    }
+    let mut words = [
+        &["compare", "--attention", "softmax", "--attention", "uniform", "--seeds", "1,2", "--out", "out"][..],
+        &["--learning-rates", "1e-3,2e-3,3e-3"],
+        &SMALL,
+    ]
+    .concat();
+    *words.iter_mut().find(|word| **word == "sample").unwrap() = "data";
+    let [_, said] = printed_and_said(dir.path(), &words);
+    for run in [
+        "1 of 8: softmax, seed 1, learning rate 1e-3",
+        "6 of 8: uniform, seed 1, learning rate 3e-3",
+        "7 of 8: softmax, seed 2",
+        "8 of 8: uniform, seed 2",
+    ] {
+        assert!(said.contains(&format!("run {run}")), "{run} is not in: {said}");
+    }
+}
+
+/// A teacher that never saw the text on which its student was tuned is no measure of the student.
+#[test]
+fn a_student_below_its_teacher_is_explained() {
+    let dir = tempfile::tempdir().unwrap();
+    printed_and_said(dir.path(), &[&["train", "--attention", "softmax", "--out", "teacher"], &SMALL[..]].concat());
+    let convert = [
+        &["convert", "teacher", "--attention", "softmax:window=4", "--data", "sample", "--measure-tokens", "500"][..],
+        &["--tune-steps", "20", "--tune-rate", "1e-2", "--recall", "0"],
+    ]
+    .concat();
+    let [table, said] = printed_and_said(dir.path(), &[&convert[..], &["--out", "student"]].concat());
+    assert!(said.contains("--control trains the teacher"), "{said}{table}");
+    let [_, said] = printed_and_said(dir.path(), &[&convert[..], &["--control", "--out", "beside"]].concat());
+    assert!(!said.contains("--control trains the teacher"), "{said}");
+}
+
+#[test]
+fn a_prompt_may_come_from_stdin() {
+    let dir = tempfile::tempdir().unwrap();
+    printed_and_said(dir.path(), &[&["train", "--attention", "softmax", "--out", "run"], &SMALL[..]].concat());
+    let mut generate = command(dir.path(), &["generate", "run", "--max-tokens", "2", "--prompt", "-"]);
+    let mut running = generate.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    running.stdin.take().unwrap().write_all(b"The cat\n").unwrap();
+    let output = running.wait_with_output().unwrap();
+    assert!(output.status.success() && output.stdout.starts_with(b"The cat"), "{output:?}");
+    assert!(!output.stdout.starts_with(b"The cat\n"), "{output:?}");
+}
