@@ -380,7 +380,6 @@ impl Comparison<'_> {
         let written =
             ["table.md", "loss.svg", "loss.png", "positions.svg", "positions.png", "beside.svg", "beside.png"];
         files::require_own(self.out, ("compare.json", "runs"), &written)?;
-        self.require_same(data)?;
         let rates = self.rates();
         require_once("learning rate", &rates)?;
         require_once("attention", &self.attentions)?;
@@ -398,7 +397,8 @@ impl Comparison<'_> {
                 }
             }
         }
-        Ok(())
+        // Last, since an earlier run of the same name says more of what differs.
+        self.require_same(data)
     }
 
     /// Refuses to replace the outcome of a comparison on another corpus or of another model.

@@ -68,15 +68,15 @@ fn a_comparison_says_how_much_there_is_to_do() {
     }
     assert!(table.contains("vs first: perplexity beside that of the first attention"), "{table}");
 
-    // The outcome of another comparison stays.
+    // The outcome of another comparison stays, also where no run has the name of an earlier one.
     fs::write(dir.path().join("text"), &include_str!("../../assets/sample.txt")[..30_000]).unwrap();
     let before = fs::read(dir.path().join("out/compare.json")).unwrap();
-    let mut other = words.clone();
-    other[words.iter().position(|word| *word == "sample").unwrap()] = "text";
-    fails(&performer(dir.path(), &other), &["out holds a comparison on sample", "choose another folder"]);
-    let mut other = words.clone();
-    other[words.iter().position(|word| *word == "16").unwrap()] = "8";
-    fails(&performer(dir.path(), &other), &["out holds a comparison of another model", "choose another folder"]);
+    let other = ["compare", "--attention", "uniform", "--seeds", "1", "--out", "out"];
+    for (old, new, what) in [("sample", "text", "on sample"), ("16", "8", "of another model")] {
+        let small = SMALL.map(|word| if word == old { new } else { word });
+        let refused = performer(dir.path(), &[&other[..], &small].concat());
+        fails(&refused, &[&format!("out holds a comparison {what}"), "choose another folder"]);
+    }
     assert_eq!(fs::read(dir.path().join("out/compare.json")).unwrap(), before);
     // More of the same goes on.
     printed_and_said(dir.path(), &[&words[..], &["--attention", "uniform"]].concat());
