@@ -21,8 +21,8 @@ use crate::{
     machine::Machine,
     model::Decoder,
     train::{
-        Found, Grid, Report, RunOptions, as_trained, divided, find, find_or_run, is_divergence, led, made, run_name,
-        training_batches,
+        Found, Grid, Report, RunOptions, as_trained, digests, divided, find, find_or_run, is_divergence, led, made,
+        run_name, training_batches,
     },
 };
 #[cfg(feature = "cli")]
@@ -401,20 +401,21 @@ impl Comparison<'_> {
         self.require_same(data)
     }
 
-    /// Refuses to replace the outcome of a comparison on another corpus or of another model.
+    /// Refuses to replace the outcome of a comparison on other data or of another model.
     fn require_same(&self, data: &Prepared) -> Result<()> {
         let Ok(text) = std::fs::read(self.out.join("compare.json")) else { return Ok(()) };
         // One of another version may lack something that would be compared.
         let Ok(earlier) = serde_json::from_slice::<Outcome>(&text) else { return Ok(()) };
-        let what = if earlier.corpus != data.corpus_name {
-            format!("on {}", earlier.corpus)
+        let digests = digests(data);
+        let what = if earlier.runs.iter().filter_map(|run| run.key.as_ref()).any(|key| key.data != digests) {
+            format!("on other data, {}", earlier.corpus)
         } else if earlier.config != as_trained(&self.config, data) {
             "of another model".to_string()
         } else {
             return Ok(());
         };
         bail!(Cause::AnotherFolder(format!(
-            "{} holds a comparison {what}, which would be replaced: choose another folder, or remove its compare.json",
+            "{} holds a comparison {what}, which would be replaced: choose another folder, or remove this one",
             self.out.display()
         )))
     }

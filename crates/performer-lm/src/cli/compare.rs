@@ -19,7 +19,7 @@ use crate::{
     errors::Cause,
     eval::show_perplexity,
     revision::command_line,
-    train::{Grid, training_batches},
+    train::{Grid, agreed, training_batches},
 };
 
 /// How long processes wait for the one whose runs take longest: a week. Where a process dies, its
@@ -109,7 +109,7 @@ pub(super) fn run(mut args: Args, machine: &Machine, stop: &AtomicBool) -> Resul
         ranks: ranks.clone(),
         command: command_line(),
     };
-    let batches = training_batches(&comparison.config, &comparison.training, &data)?;
+    let batches = agreed(&ranks, training_batches(&comparison.config, &comparison.training, &data))?;
     let steps = comparison.training.epochs.saturating_mul(batches.batches_per_epoch());
     let steps = comparison.training.max_steps.map_or(steps, |most| most.min(steps));
     output::note(&format!("{} run(s) of {} steps each", comparison.runs(), output::thousands(steps as u64)));

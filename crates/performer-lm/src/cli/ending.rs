@@ -39,7 +39,8 @@ impl Ending {
     /// Finds the runs beside `out`, whose report is `report`: softmax first, then by name.
     ///
     /// # Errors
-    /// If the folder in which `out` lies cannot be read.
+    /// If `out` is relative and the working folder is gone, or the run that comes with the program
+    /// cannot be read.
     pub(super) fn new(report: &Report, out: &Path, epoch_tokens: u64) -> Result<Self> {
         let mut beside = runs_beside(report, out)?;
         beside.sort_by_key(|(other, _)| (other.attention_spec != "softmax", other.attention_spec.clone()));

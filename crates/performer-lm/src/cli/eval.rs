@@ -1,6 +1,9 @@
 //! This module is the command `performer-lm eval`.
 
-use std::path::{Path, PathBuf};
+use std::{
+    ops::RangeInclusive,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Result, bail, ensure};
 use serde::Serialize;
@@ -55,14 +58,15 @@ pub(super) struct Args {
     /// without the first few.
     #[arg(long, default_value_t = 0, requires = "window")]
     sinks: usize,
-    /// Report the loss at each position of the context, too.
+    /// Report the loss by position in the context, too: at each with --json, and else the means of
+    /// up to 32 places.
     #[arg(long)]
     by_position: bool,
     /// Ask for pass keys and pairs of tokens in texts of these lengths, in tokens, too: what the
     /// model finds again, far back in its context.
     #[arg(long, value_name = "TOKENS", value_delimiter = ',')]
     recall: Vec<usize>,
-    /// Draw the loss by position as STEM.svg and STEM.png.
+    /// Draw the loss by position, in as many places, as STEM.svg and STEM.png.
     #[arg(long, value_name = "STEM")]
     plot: Option<PathBuf>,
     /// Print as JSON.
@@ -125,7 +129,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     paths::warn(&model, false)?;
     if let Some(step) = unfinished_step(Path::new(&args.model)) {
         output::note(&format!(
-            "the training in {} is not finished: these are its weights after step {step}",
+            "the training in {} has no result yet: these are its weights after step {step}",
             args.model
         ));
     }
@@ -175,8 +179,8 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let file = Path::new(&args.data);
     if file.is_file() && trains_on(Path::new(&args.model), file) {
         output::note(&format!(
-            "warning: {0} was trained on nine tenths of {1}, and all of it is predicted here: measure it on another text, or \
-             train on a folder with a train.txt and a valid.txt",
+            "warning: {0} was trained on a part of {1}, and all of it is predicted here: measure it on another text, or train \
+             on a folder with a train.txt and a valid.txt",
             args.model, args.data
         ));
     }
@@ -214,7 +218,8 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     };
     if let Some(stem) = &args.plot {
         let series = |name: String, evaluation: &Evaluation| {
-            Series::new(name, evaluation.loss_by_position.iter().enumerate().map(|(i, &l)| (i as f64 + 1.0, l)))
+            let places = places(&evaluation.loss_by_position);
+            Series::new(name, places.into_iter().map(|(positions, loss)| (*positions.end() as f64, loss)))
         };
         let controls = result.controls().map(|c| series(format!("{}: {}", c.name(), c.attention_spec), &c.evaluation));
         let chart = Chart {
@@ -262,6 +267,20 @@ fn cut_to_windows(args: &Args, model: &Decoder, context: usize) -> Result<Vec<(O
     cut.collect()
 }
 
+/// The most places of a context that a table and a chart show: the losses of single positions differ
+/// by which tokens stand there.
+const MOST_PLACES: usize = 32;
+
+/// Divides positions, counted from 1, into places of as many each, and returns the mean loss of each.
+fn places(losses: &[f64]) -> Vec<(RangeInclusive<usize>, f64)> {
+    let width = losses.len().div_ceil(MOST_PLACES).max(1);
+    let place = |(i, losses): (usize, &[f64])| {
+        let before = i * width;
+        (before + 1..=before + losses.len(), losses.iter().sum::<f64>() / losses.len() as f64)
+    };
+    losses.chunks(width).enumerate().map(place).collect()
+}
+
 fn text(result: &Scored) -> String {
     let e = &result.evaluation;
     let mut rows = vec![
@@ -289,14 +308,15 @@ fn text(result: &Scored) -> String {
     if e.loss_by_position.is_empty() {
         return text;
     }
-    let rows: Vec<Vec<String>> = e
-        .loss_by_position
+    let all = std::iter::once(e).chain(result.controls().map(|control| &control.evaluation));
+    let columns: Vec<_> = all.map(|e| places(&e.loss_by_position)).collect();
+    let rows: Vec<Vec<String>> = columns[0]
         .iter()
         .enumerate()
-        .map(|(i, loss)| {
-            let controls = result.controls().map(|control| control.evaluation.loss_by_position[i]);
-            let losses = std::iter::once(*loss).chain(controls).map(|loss| format!("{loss:.4}"));
-            std::iter::once((i + 1).to_string()).chain(losses).collect()
+        .map(|(i, (positions, _))| {
+            let (first, last) = (positions.start(), positions.end());
+            let place = if first == last { first.to_string() } else { format!("{first} to {last}") };
+            std::iter::once(place).chain(columns.iter().map(|column| format!("{:.4}", column[i].1))).collect()
         })
         .collect();
     let header: Vec<&str> =
@@ -314,4 +334,18 @@ fn recall_rows(recall: &[&[Recall]]) -> Vec<Vec<String>> {
     };
     let rows = |i| [row("pass keys recalled", i, 0), row("pairs recalled", i, 1)];
     (0..recall[0].len()).flat_map(rows).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_are_as_wide_as_each_other_and_few() {
+        assert_eq!(places(&[3.0, 1.0]), [(1..=1, 3.0), (2..=2, 1.0)]);
+        assert_eq!(places(&[]), []);
+        let losses: Vec<f64> = (1..=70).map(f64::from).collect();
+        let places = places(&losses);
+        assert_eq!((places.len(), &places[0], &places[23]), (24, &(1..=3, 2.0), &(70..=70, 70.0)));
+    }
 }

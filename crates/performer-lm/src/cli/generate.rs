@@ -61,7 +61,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     paths::warn(&model, false)?;
     if let Some(step) = unfinished_step(Path::new(&args.model)) {
         output::note(&format!(
-            "the training in {} is not finished: these are its weights after step {step}",
+            "the training in {} has no result yet: these are its weights after step {step}",
             args.model
         ));
     }

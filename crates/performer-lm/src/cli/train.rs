@@ -135,15 +135,20 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
             None => prepare_for(&spec, &saved.tokenizer, &output::TERMINAL),
         })?;
         ranks.set_deadline(deadline);
+        // It has its report until it goes on.
+        let finished = is_finished(dir);
         let trainer = Trainer::resume(&data, options(dir, &spelt, machine, ranks, stop))?;
         let (step, all) = (trainer.step(), trainer.total_steps());
-        output::note(&if step < all {
-            format!("going on after step {} of {}", output::thousands(step as u64), output::thousands(all as u64))
-        } else {
+        let [step, all] = [step, all].map(|steps| output::thousands(steps as u64));
+        output::note(&if finished {
             format!(
                 "this run is finished, and is measured again; its model is trained further by --from {}",
                 quoted(dir)
             )
+        } else if step == all {
+            format!("all {all} steps are taken: what is left is to measure the model")
+        } else {
+            format!("going on after step {step} of {all}")
         });
         return finish(&args, trainer, &data, dir);
     }
@@ -151,6 +156,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     let first = led(ranks, || settings(&args, machine))?;
     let settings = agreed(ranks, first.map_or_else(|| settings(&args, machine), Ok))?;
     let Settings { mut weights, model, training, out } = settings;
+    led(ranks, || require_no_file(&out))?;
     // Once the first of several processes has begun, the folder holds something.
     led(ranks, || if args.overwrite { Ok(()) } else { require_nothing_in(&out) })?;
     let data = in_turn(ranks, || match &weights {
@@ -234,7 +240,6 @@ fn settings(args: &Args, machine: &Machine) -> Result<Settings> {
 
 /// Refuses a folder in which a new run would replace something.
 fn require_nothing_in(out: &Path) -> Result<()> {
-    require_no_file(out)?;
     ensure!(
         !is_finished(out) || !TrainingState::is_in(out)?,
         "{} holds a model already, whose training is finished: train it further by --from {} and another --out, or replace \
@@ -262,12 +267,12 @@ const FEW_STEPS: usize = 300;
 /// What to say of a training of few steps, if nobody asked for few.
 pub(super) fn few_steps(steps: usize, training: &TrainingConfig) -> Option<String> {
     let asked = training.max_steps.is_some_and(|most| most <= steps);
-    (steps < FEW_STEPS && !asked).then(|| {
-        format!(
-            "only {steps} steps, in which a model learns little: more by --epochs, or by a --batch-size below {}",
-            training.batch_size
-        )
-    })
+    let smaller = match training.batch_size {
+        1 => String::new(),
+        size => format!(", or by a --batch-size below {size}"),
+    };
+    (steps < FEW_STEPS && !asked)
+        .then(|| format!("only {steps} steps, in which a model learns little: more by --epochs{smaller}"))
 }
 
 /// Prepares data on the first rank, then on the others, which find it in the cache where they share

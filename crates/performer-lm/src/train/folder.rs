@@ -78,7 +78,7 @@ pub fn is_finished(dir: &Path) -> bool {
 }
 
 /// Returns after which step the weights in a folder were saved, if it is that of a training which
-/// has not ended.
+/// has no result yet.
 pub fn unfinished_step(dir: &Path) -> Option<u64> {
     if is_finished(dir) || !TrainingState::is_in(dir).unwrap_or(false) {
         return None;
@@ -211,7 +211,10 @@ fn state_in(dir: &Path) -> Option<serde_json::Value> {
 /// Whether the run in a folder trains on this file, of which it holds out a part.
 pub fn trains_on(dir: &Path, file: &Path) -> bool {
     let Some(state) = state_in(dir) else { return false };
-    let spelt = state["data_spec"].as_str().map(PathBuf::from);
+    let spelt = match state["data_spec"].as_str().map(str::parse) {
+        Some(Ok(DataSpec::Path(path))) => Some(path),
+        _ => None,
+    };
     let from_here = state["data_from_here"].as_str().map(|path| dir.join(path));
     let file = file.canonicalize().ok();
     let is_it = |path: PathBuf| file.is_some() && path.canonicalize().ok() == file;

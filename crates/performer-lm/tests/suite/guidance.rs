@@ -28,12 +28,14 @@ fn a_finished_run_is_known_as_one() {
     let [_, said] = printed_and_said(dir.path(), &["train", "--resume", "run"]);
     assert!(said.contains("this run is finished") && said.contains("--from run"), "{said}");
     let [_, said] = printed_and_said(dir.path(), &["generate", "run", "--max-tokens", "2"]);
-    assert!(!said.contains("not finished"), "{said}");
+    assert!(!said.contains("no result yet"), "{said}");
     // Without its report the run had been stopped after its last step.
     fs::remove_file(dir.path().join("run/metrics.json")).unwrap();
     let [_, said] = printed_and_said(dir.path(), &["eval", "run", "--data", "sample", "--max-tokens", "20"]);
-    assert!(said.contains("the training in run is not finished: these are its weights after step 2"), "{said}");
+    assert!(said.contains("the training in run has no result yet: these are its weights after step 2"), "{said}");
     fails(&performer(dir.path(), &train), &["run holds a model already", "--resume run", "--overwrite"]);
+    let [_, said] = printed_and_said(dir.path(), &["train", "--resume", "run"]);
+    assert!(said.contains("all 2 steps are taken: what is left is to measure the model"), "{said}");
 }
 
 #[test]
@@ -51,7 +53,7 @@ fn a_text_that_is_too_short_for_its_batches_is_told() {
     fs::write(dir.path().join("other"), &include_str!("../../assets/sample.txt")[30_000..31_000]).unwrap();
     for (text, is_trained_on) in [("text", true), ("other", false)] {
         let [_, said] = printed_and_said(dir.path(), &["eval", "run", "--data", text, "--max-tokens", "20"]);
-        assert_eq!(said.contains("trained on nine tenths of text"), is_trained_on, "{said}");
+        assert_eq!(said.contains("trained on a part of text"), is_trained_on, "{said}");
     }
 }
 
@@ -72,12 +74,25 @@ fn a_comparison_says_how_much_there_is_to_do() {
     fs::write(dir.path().join("text"), &include_str!("../../assets/sample.txt")[..30_000]).unwrap();
     let before = fs::read(dir.path().join("out/compare.json")).unwrap();
     let other = ["compare", "--attention", "uniform", "--seeds", "1", "--out", "out"];
-    for (old, new, what) in [("sample", "text", "on sample"), ("16", "8", "of another model")] {
+    for (old, new, what) in [("sample", "text", "on other data, sample"), ("16", "8", "of another model")] {
         let small = SMALL.map(|word| if word == old { new } else { word });
         let refused = performer(dir.path(), &[&other[..], &small].concat());
         fails(&refused, &[&format!("out holds a comparison {what}"), "choose another folder"]);
     }
     assert_eq!(fs::read(dir.path().join("out/compare.json")).unwrap(), before);
+    // A file of another content is other data whatever it is called, and one of the same is not.
+    let [one, two, three] = ["one", "two", "three"].map(|name| dir.path().join(name));
+    for (folder, range) in [(&one, 0..30_000), (&two, 0..30_000), (&three, 5_000..35_000)] {
+        fs::create_dir(folder).unwrap();
+        fs::write(folder.join("text"), &include_str!("../../assets/sample.txt")[range]).unwrap();
+    }
+    let on = |text: &str, attention: &str| {
+        let words = ["compare", "--attention", attention, "--seeds", "1", "--out", "out2"];
+        performer(dir.path(), &[&words[..], &SMALL.map(|word| if word == "sample" { text } else { word })].concat())
+    };
+    assert!(on("one/text", "softmax").status.success());
+    assert!(on("two/text", "uniform").status.success());
+    fails(&on("three/text", "none"), &["out2 holds a comparison on other data", "choose another folder"]);
     // More of the same goes on.
     printed_and_said(dir.path(), &[&words[..], &["--attention", "uniform"]].concat());
 }
@@ -107,7 +122,7 @@ fn runs_are_counted_with_all_rates_of_the_first_seed() {
     }
 }
 
-/// A teacher that never saw the text on which its student was tuned is no measure of the student.
+/// A teacher that was not tuned as its student was is no measure of the student.
 #[test]
 fn a_student_below_its_teacher_is_explained() {
     let dir = tempfile::tempdir().unwrap();
@@ -118,9 +133,14 @@ fn a_student_below_its_teacher_is_explained() {
     ]
     .concat();
     let [table, said] = printed_and_said(dir.path(), &[&convert[..], &["--out", "student"]].concat());
-    assert!(said.contains("--control trains the teacher"), "{said}{table}");
+    assert!(said.contains("--control trains it"), "{said}{table}");
     let [_, said] = printed_and_said(dir.path(), &[&convert[..], &["--control", "--out", "beside"]].concat());
-    assert!(!said.contains("--control trains the teacher"), "{said}");
+    assert!(!said.contains("--control trains it"), "{said}");
+    // Nothing was tuned here, and --control belongs to that.
+    let transfer = ["convert", "teacher", "--attention", "uniform", "--data", "sample", "--measure-tokens", "500"];
+    let transfer = [&transfer[..], &["--transfer-steps", "0", "--recall", "0", "--out", "untuned"]].concat();
+    let [_, said] = printed_and_said(dir.path(), &transfer);
+    assert!(!said.contains("--control"), "{said}");
 }
 
 #[test]

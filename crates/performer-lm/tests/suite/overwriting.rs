@@ -324,8 +324,8 @@ fn a_place_that_cannot_be_written_to_is_refused_at_once() {
     let convert = [&["convert", "teacher", "--attention", "favor:m=2,map=learned"], &TINY[..]].concat();
     let train = [&["train", "--attention", "softmax"], &SMALL[..]].concat();
     for command in [&convert[..], &train, &["export", "teacher"]] {
-        for out in ["file", "file/x"] {
-            let refused = performer(dir.path(), &[command, &["--out", out]].concat());
+        for (out, more) in [("file", &[][..]), ("file/x", &[]), ("file", &["--overwrite"])] {
+            let refused = performer(dir.path(), &[command, &["--out", out], more].concat());
             fails(&refused, &["file is a file, where a folder"]);
             assert!(!String::from_utf8_lossy(&refused.stderr).contains("step"), "{command:?} began to work");
         }

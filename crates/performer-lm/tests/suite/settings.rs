@@ -99,6 +99,7 @@ fn a_run_that_was_given_no_data_names_what_it_found() {
     assert_eq!(state["data_spec"], "sample");
     // A first save that was interrupted is one that the training goes on from.
     fs::rename(dir.path().join("run/train_state.json"), dir.path().join("run/train_state.json.new")).unwrap();
+    fs::remove_file(dir.path().join("run/metrics.json")).unwrap();
     fails(&performer(dir.path(), &[&train[..], &SMALL].concat()), &["--resume run"]);
     fails(&performer(dir.path(), &["train", "--data", "sample", "--deadline", "1e20"]), &["at most 31536000"]);
 }

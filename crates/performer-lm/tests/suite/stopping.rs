@@ -120,7 +120,7 @@ fn a_training_has_its_folder_to_itself_and_is_saved_when_it_is_stopped() {
     // What an unfinished run writes is not what it will write.
     let early = performer(dir.path(), &["generate", "run", "--max-tokens", "2"]);
     let said = String::from_utf8_lossy(&early.stderr).into_owned();
-    assert!(said.contains("the training in run is not finished: these are its weights after step "), "{said}");
+    assert!(said.contains("the training in run has no result yet: these are its weights after step "), "{said}");
 
     let mut resumed = Running::start(dir.path(), &["train", "--resume", "run"]);
     resumed.says("going on after step ");

@@ -108,7 +108,8 @@ impl Compared {
         // One measure decides only if the other does not point the other way, even if uncertainly.
         let not_against = |sign: f64| [self.rows, self.output].iter().all(|c| sign * c.relative < NOTABLE);
         match rows + output {
-            0 if rows == 0 => Verdict::Same,
+            0 if rows == 0 && [self.rows, self.output].iter().all(|c| c.relative.abs() < NOTABLE) => Verdict::Same,
+            0 if rows == 0 => Verdict::Uncertain,
             sum if sum < 0 && not_against(1.0) => Verdict::Better,
             sum if sum > 0 && not_against(-1.0) => Verdict::Worse,
             _ => Verdict::Mixed,
@@ -127,6 +128,8 @@ enum Verdict {
     Same,
     Worse,
     Mixed,
+    /// A large difference that the draws do not make certain.
+    Uncertain,
 }
 
 impl Verdict {
@@ -136,6 +139,7 @@ impl Verdict {
             Self::Same => "no difference",
             Self::Worse => "worse",
             Self::Mixed => "mixed",
+            Self::Uncertain => "too noisy to tell",
         }
     }
 }
@@ -318,22 +322,27 @@ pub(super) fn table(
             };
             found.into_iter().map(told).collect()
         };
-        let [better, same, worse, mixed] = [Verdict::Better, Verdict::Same, Verdict::Worse, Verdict::Mixed].map(named);
+        let [better, same, worse, mixed, uncertain] =
+            [Verdict::Better, Verdict::Same, Verdict::Worse, Verdict::Mixed, Verdict::Uncertain].map(named);
         text.push(format!(
-            "On {}: worth it: {}. No difference: {}. Worse: {}. Better by one measure and not by the other: {}.",
+            "On {}: worth it: {}. No difference: {}. Worse: {}. Better by one measure and not by the other: {}. Too noisy \
+             to tell: {}.",
             set.name,
             charts::list(&better),
             charts::list(&same),
             charts::list(&worse),
-            charts::list(&mixed)
+            charts::list(&mixed),
+            charts::list(&uncertain)
         ));
         short.push(format!(
-            "On {}, most worth it at equal cost: {}. Worse than plain FAVOR+: {}. No difference that counts: {} of {} refinements.",
+            "On {}, most worth it at equal cost: {}. Worse than plain FAVOR+: {}. No difference that counts: {} of {} refinements. \
+             Too noisy to tell: {}.",
             set.name,
             charts::list(&better[..better.len().min(3)]),
             charts::list(&worse),
             same.len(),
-            better.len() + same.len() + worse.len() + mixed.len()
+            better.len() + same.len() + worse.len() + mixed.len() + uncertain.len(),
+            uncertain.len()
         ));
         let (share, deviation) = redraw_variance(plan, set)?;
         notes.push(format!(
@@ -398,7 +407,8 @@ mod tests {
         assert!(verdict(&[0.8, 0.9, 0.7, 0.8]) == Verdict::Better);
         assert!(verdict(&[1.2, 1.3, 1.1, 1.2]) == Verdict::Worse);
         assert!(verdict(&[0.99, 1.09, 0.89, 0.99]) == Verdict::Same);
-        assert!(verdict(&[0.1, 1.9, 0.2, 1.4]) == Verdict::Same, "too uncertain");
+        assert!(verdict(&[0.1, 1.9, 0.2, 1.4]) == Verdict::Uncertain);
+        assert!(verdict(&[1.0, 27.0, 9.0, 70.0]) == Verdict::Uncertain, "2,500% more is not no difference");
         let two = |rows: f64, output: f64| [1.0, 1.1, 0.9].map(|x| Errors { rows: x * rows, output: x * output });
         let of = |rows, output| Compared::of(1, &two(rows, output), &two(1.0, 1.0)).verdict();
         assert!(of(0.8, 1.0) == Verdict::Better && of(1.2, 1.02) == Verdict::Worse && of(0.8, 1.2) == Verdict::Mixed);
