@@ -314,8 +314,8 @@ impl Comparison<'_> {
         if self.learning_rates.is_empty() { vec![self.training.learning_rate] } else { self.learning_rates.clone() }
     }
 
-    /// Returns which run this is, counted from 1, and of how many: all rates of all attentions at the
-    /// first seed, and then one rate of each at the others.
+    /// Returns which run this is, counted from 1, and of how many: all rates of all attentions at
+    /// the first seed, and then one rate of each at the others.
     fn number_of(&self, attention: &AttentionPattern, seed: u64, rate: f64) -> (usize, usize) {
         let (rates, attentions) = (self.rates(), self.attentions.len());
         let attention = self.attentions.iter().position(|other| other == attention).unwrap_or(0);

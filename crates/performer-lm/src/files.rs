@@ -33,8 +33,8 @@ impl Lock {
         std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let path = dir.join(LOCK);
         let file = File::options().create(true).truncate(false).write(true).open(&path);
-        // Where several users share a folder, the file may be another one's, which can be locked all
-        // the same.
+        // Where several users share a folder, the file may be another one's, which can be locked
+        // all the same.
         let file = match file {
             Err(e) if e.kind() == ErrorKind::PermissionDenied => File::open(&path).or(Err(e)),
             file => file,

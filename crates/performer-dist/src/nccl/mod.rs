@@ -160,8 +160,8 @@ impl Nccl {
             return Err(self.failed(call, bytes, "a call before it failed".into()));
         }
         let deadline = *self.deadline.lock().unwrap_or_else(PoisonError::into_inner);
-        // The handle of the stream may name another stream in each thread (CU_STREAM_PER_THREAD, which
-        // Candle uses), and these do not wait for each other.
+        // The handle of the stream may name another stream in each thread (CU_STREAM_PER_THREAD,
+        // which Candle uses), and these do not wait for each other.
         self.card.wait().map_err(|cause| self.failed(call, bytes, cause))?;
         let (done, outcome) = mpsc::channel();
         let gone = "the thread that calls NCCL has ended";

@@ -267,11 +267,12 @@ fn cut_to_windows(args: &Args, model: &Decoder, context: usize) -> Result<Vec<(O
     cut.collect()
 }
 
-/// The most places of a context that a table and a chart show: the losses of single positions differ
-/// by which tokens stand there.
+/// The most places of a context that a table and a chart show: the losses of single positions
+/// differ by which tokens stand there.
 const MOST_PLACES: usize = 32;
 
-/// Divides positions, counted from 1, into places of as many each, and returns the mean loss of each.
+/// Divides positions, counted from 1, into places of as many each, and returns the mean loss of
+/// each.
 fn places(losses: &[f64]) -> Vec<(RangeInclusive<usize>, f64)> {
     let width = losses.len().div_ceil(MOST_PLACES).max(1);
     let place = |(i, losses): (usize, &[f64])| {

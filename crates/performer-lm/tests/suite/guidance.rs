@@ -136,8 +136,8 @@ fn a_student_below_its_teacher_is_explained() {
     assert!(said.contains("--control trains it"), "{said}{table}");
     let [_, said] = printed_and_said(dir.path(), &[&convert[..], &["--control", "--out", "beside"]].concat());
     assert!(!said.contains("--control trains it"), "{said}");
-    // Nothing is tuned here, and --control belongs to that. Six steps at this rate make an attention
-    // that is worse than none.
+    // Nothing is tuned here, and --control belongs to that. Six steps at this rate make an
+    // attention that is worse than none.
     let rough = SMALL.map(|word| if word == "2" { "6" } else { word });
     let rate = ["--learning-rate", "0.1", "--seed", "1"];
     printed_and_said(dir.path(), &[&["train", "--attention", "softmax", "--out", "rough"], &rough[..], &rate].concat());

@@ -345,8 +345,8 @@ fn a_smaller_comparison_keeps_no_chart_of_a_larger_one() {
     }
 }
 
-/// A conversion or a training may replace a model as Hugging Face has it. Where it is killed between
-/// the weights and their configuration, the folder holds the new model.
+/// A conversion or a training may replace a model as Hugging Face has it. Where it is killed
+/// between the weights and their configuration, the folder holds the new model.
 #[test]
 fn weights_are_not_read_by_the_configuration_of_a_model_that_they_replaced() {
     let dir = with_teacher();

@@ -182,8 +182,8 @@ fn plain(tensor: &Tensor) -> Result<Tensor> {
 /// What was packed, by how it was packed.
 type Cache = Mutex<HashMap<Packing, Arc<Packed>>>;
 
-/// Returns what is packed in a cache, packing it at the first call. Where it is `shared` by threads,
-/// the device is waited for: each thread has a queue of its own there.
+/// Returns what is packed in a cache, packing it at the first call. Where it is `shared` by
+/// threads, the device is waited for: each thread has a queue of its own there.
 fn cached(
     cache: &Cache,
     packing: Packing,
