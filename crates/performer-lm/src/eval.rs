@@ -11,7 +11,7 @@ use crate::{
     errors::Cause,
     listener::{Listener, Silent, Unit},
     model::Decoder,
-    parallel::{in_order, threads_on},
+    parallel::in_order,
 };
 
 /// An `Evaluation` is a model's loss over a text, each token but the first predicted once, from at
@@ -91,8 +91,9 @@ pub(crate) fn evaluate_over(
     // The losses of one rank among several, which the others get.
     let (mut bytes, mut done) = (Vec::new(), 0);
     in_order(
+        model.device(),
         own.len(),
-        threads_on(model.device(), threads),
+        threads,
         |i| {
             let batch = windows.batch(own.start + i)?;
             check_vocabulary(&batch, model)?;

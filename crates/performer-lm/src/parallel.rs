@@ -19,18 +19,21 @@ use rayon::ThreadPoolBuilder;
 
 /// The threads that may work side by side on a device: as many as are there on a CPU. A card does
 /// in order only what one thread asks of it, since Candle's queue there is another one in each.
-pub fn threads_on(device: &Device, threads: usize) -> usize {
+pub(crate) fn threads_on(device: &Device, threads: usize) -> usize {
     if device.is_cpu() { threads } else { 1 }
 }
 
-/// Calls `job` with each number below `count` on up to `threads` threads, and passes the results to
-/// `fold` in the order of these numbers. Stops at the first error that comes in.
+/// Calls `job` with each number below `count` on up to `threads` threads, on one where `device`, on
+/// which it computes, is a card, and passes the results to `fold` in the order of these numbers.
+/// Stops at the first error that comes in.
 pub fn in_order<T: Send>(
+    device: &Device,
     count: usize,
     threads: usize,
     job: impl Fn(usize) -> Result<T> + Sync,
     mut fold: impl FnMut(T) -> Result<()>,
 ) -> Result<()> {
+    let threads = threads_on(device, threads);
     if threads <= 1 || count <= 1 {
         return (0..count).try_for_each(|i| fold(job(i)?));
     }
@@ -100,7 +103,7 @@ mod tests {
                 std::thread::sleep(std::time::Duration::from_micros(((i * 37) % 11) as u64 * 100));
                 Ok(i)
             };
-            in_order(23, threads, job, |i| {
+            in_order(&Device::Cpu, 23, threads, job, |i| {
                 seen.push(i);
                 Ok(())
             })
@@ -119,6 +122,7 @@ mod tests {
         for (count, threads, expected) in [(9, 2, 1), (2, 6, 3), (4, 7, 1)] {
             let mut seen = Vec::new();
             in_order(
+                &Device::Cpu,
                 count,
                 threads,
                 |_| Ok(rayon::current_num_threads()),
@@ -135,7 +139,7 @@ mod tests {
             alone = n;
             Ok(())
         };
-        in_order(1, 9, |_| Ok(rayon::current_num_threads()), count).unwrap();
+        in_order(&Device::Cpu, 1, 9, |_| Ok(rayon::current_num_threads()), count).unwrap();
         assert_eq!(alone, rayon::current_num_threads());
     }
 
@@ -143,7 +147,7 @@ mod tests {
     fn the_first_error_stops() {
         for threads in [1, 3] {
             let job = |i: usize| if i == 5 { bail!("job five") } else { Ok(i) };
-            let error = in_order(100, threads, job, |_| Ok(())).unwrap_err();
+            let error = in_order(&Device::Cpu, 100, threads, job, |_| Ok(())).unwrap_err();
             assert_eq!(error.to_string(), "job five");
         }
     }

@@ -17,7 +17,7 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Result, ensure};
-use candle_core::{D, Tensor};
+use candle_core::{D, Device, Tensor};
 use candle_nn::ops::log_softmax;
 use performer_core::Mask;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
@@ -28,7 +28,7 @@ use crate::{
     draw::{below, shuffle},
     listener::{Listener, Unit},
     model::Decoder,
-    parallel::{in_order, threads_on},
+    parallel::in_order,
 };
 
 /// Number of texts of each task, whose pass keys stand at as many depths.
@@ -100,8 +100,7 @@ impl Examiner<'_> {
     /// Those of [`Self::check`], and if the length is more than the model's positions.
     pub fn measure(&self, model: &Decoder, tokens: usize) -> Result<Recall> {
         require_positions(model, tokens)?;
-        let threads = threads_on(model.device(), self.threads);
-        Self { threads, ..*self }.grade(tokens, |question| answers(model, question))
+        self.grade(model.device(), tokens, |question| answers(model, question))
     }
 
     /// Refuses lengths of which [`Self::measure`] would refuse one, so that it is found out before
@@ -117,11 +116,17 @@ impl Examiner<'_> {
     }
 
     /// Grades what `answers` makes of the texts.
-    fn grade(&self, tokens: usize, answers: impl Fn(&Question) -> Result<Vec<Answer>> + Sync) -> Result<Recall> {
+    fn grade(
+        &self,
+        device: &Device,
+        tokens: usize,
+        answers: impl Fn(&Question) -> Result<Vec<Answer>> + Sync,
+    ) -> Result<Recall> {
         let questions = self.questions(tokens)?;
         let bar = self.listener.begin(&format!("recall over {tokens} tokens"), Unit::Texts, 0, questions.len() as u64);
         let mut all = Vec::with_capacity(questions.len());
         in_order(
+            device,
             questions.len(),
             self.threads,
             |i| answers(&questions[i]),
@@ -272,7 +277,6 @@ mod tests {
         data::{DataSpec, prepare},
         listener::Silent,
     };
-    use candle_core::Device;
 
     /// Texts have the length that was asked for, say what they ask for before they ask it, and do
     /// not depend on the model.
@@ -348,9 +352,9 @@ mod tests {
         let data = prepare(&DataSpec::Sample, 400, None, &Silent)?;
         let examiner = Examiner { tokenizer: &data.tokenizer, text: &data.valid, threads: 2, listener: &Silent };
         for tokens in [256, 700] {
-            let recall = examiner.grade(tokens, |question| by_induction(question, usize::MAX))?;
+            let recall = examiner.grade(&Device::Cpu, tokens, |question| by_induction(question, usize::MAX))?;
             assert_eq!((recall.passkey, recall.pairs), (1.0, 1.0), "{tokens} tokens");
-            let recall = examiner.grade(tokens, |question| by_induction(question, 16))?;
+            let recall = examiner.grade(&Device::Cpu, tokens, |question| by_induction(question, 16))?;
             assert!(recall.passkey <= 0.125 && recall.pairs <= 0.1, "{tokens} tokens: {recall:?}");
         }
         Ok(())

@@ -315,7 +315,8 @@ pub(crate) fn check_forms(map: &dyn FeatureMap) -> Result<()> {
     let heads = map.heads();
     if form.hyperbolic && !features.is_multiple_of(2) {
         bail!(
-            "the feature map {} makes {features} features by a hyperbolic form, which makes two of every row: an even number",
+            "the feature map {} makes {features} features by a hyperbolic form, which makes two of every \
+             row: an even number",
             map.name()
         );
     }

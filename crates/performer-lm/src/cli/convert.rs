@@ -316,8 +316,8 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     let losses: Vec<f64> = report.stages.iter().map(|stage| stage.measured.held_out.val_loss).collect();
     if args.tune_steps > 0 && report.control.is_none() && losses.last().is_some_and(|last| *last < losses[0]) {
         output::note(
-            "the student ends below its teacher, which was not trained further: --control trains it in the same way, and \
-             shows both",
+            "the student ends below its teacher, which was not trained further: --control trains it in \
+             the same way, and shows both",
         );
     }
     if args.json { output::json(&report) } else { output::result(&table(&report)) }

@@ -179,8 +179,8 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let file = Path::new(&args.data);
     if file.is_file() && trains_on(Path::new(&args.model), file) {
         output::note(&format!(
-            "warning: {0} was trained on a part of {1}, and all of it is predicted here: measure it on another text, or train \
-             on a folder with a train.txt and a valid.txt",
+            "warning: {0} was trained on a part of {1}, and all of it is predicted here: measure it on \
+             another text, or train on a folder with a train.txt and a valid.txt",
             args.model, args.data
         ));
     }

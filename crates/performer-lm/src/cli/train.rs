@@ -242,8 +242,8 @@ fn settings(args: &Args, machine: &Machine) -> Result<Settings> {
 fn require_nothing_in(out: &Path) -> Result<()> {
     ensure!(
         !is_finished(out) || !TrainingState::is_in(out)?,
-        "{} holds a model already, whose training is finished: train it further by --from {} and another --out, or replace \
-         it by --overwrite",
+        "{} holds a model already, whose training is finished: train it further by --from {} and \
+         another --out, or replace it by --overwrite",
         out.display(),
         quoted(out)
     );

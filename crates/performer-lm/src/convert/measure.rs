@@ -14,7 +14,7 @@ use crate::{
     listener::Unit,
     model::Decoder,
     recall::{Examiner, Recall},
-    train::{in_order, threads_on},
+    train::in_order,
 };
 
 /// `Predictions` say how well a student predicts a text, and how often it agrees with its teacher.
@@ -166,8 +166,9 @@ impl<'a> Meter<'a> {
         let bar = plan.listener.begin("measuring", Unit::Texts, 0, windows.len() as u64);
         let (mut read, mut finished) = (Read { loss: 0.0, likeliest: Vec::new() }, 0);
         let done = in_order(
+            model.device(),
             windows.len(),
-            threads_on(model.device(), plan.threads),
+            plan.threads,
             |i| {
                 ensure!(!plan.is_stopped(), Cause::Stopped("stopped while it was measured".into()));
                 let batch = &windows[i];

@@ -4,11 +4,11 @@
 use std::ops::Range;
 
 use anyhow::{Context, Result, ensure};
-use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Storage, Tensor, Var, backprop::GradStore, bail};
+use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Storage, Tensor, Var, backprop::GradStore, bail};
 use performer_core::Tape;
 use rayon::prelude::*;
 
-use super::{in_order, threads_on};
+use super::in_order;
 
 /// How many numbers of a large tensor a thread takes at a time.
 pub(super) const PIECE: usize = 1 << 16;
@@ -66,8 +66,8 @@ impl Gradients {
         mut take: impl FnMut(Self) -> Result<()>,
     ) -> Result<Vec<f64>> {
         let mut losses = Vec::with_capacity(parts.len());
-        let threads = params.first().map_or(threads, |(_, var)| threads_on(var.device(), threads));
         in_order(
+            params.first().map_or(&Device::Cpu, |(_, var)| var.device()),
             parts.len(),
             threads,
             |i| {
@@ -224,7 +224,6 @@ fn squared_norm_on_cpu(gradient: &Tensor) -> Result<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::Device;
 
     fn params() -> Result<Vec<(String, Var)>> {
         let a = Var::from_tensor(&Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((2, 3))?)?;

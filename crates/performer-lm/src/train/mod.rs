@@ -21,7 +21,7 @@ pub use performer_dist::Grid;
 pub use crate::{
     checkpoint::{Checkpoint, TrainingState},
     config::{AdamWConfig, Schedule},
-    parallel::{in_order, threads_on},
+    parallel::in_order,
     revision::git_revision,
 };
 #[cfg(feature = "nccl")]

@@ -325,8 +325,8 @@ pub(super) fn table(
         let [better, same, worse, mixed, uncertain] =
             [Verdict::Better, Verdict::Same, Verdict::Worse, Verdict::Mixed, Verdict::Uncertain].map(named);
         text.push(format!(
-            "On {}: worth it: {}. No difference: {}. Worse: {}. Better by one measure and not by the other: {}. Too noisy \
-             to tell: {}.",
+            "On {}: worth it: {}. No difference: {}. Worse: {}. Better by one \
+             measure and not by the other: {}. Too noisy to tell: {}.",
             set.name,
             charts::list(&better),
             charts::list(&same),
@@ -335,8 +335,8 @@ pub(super) fn table(
             charts::list(&uncertain)
         ));
         short.push(format!(
-            "On {}, most worth it at equal cost: {}. Worse than plain FAVOR+: {}. No difference that counts: {} of {} refinements. \
-             Too noisy to tell: {}.",
+            "On {}, most worth it at equal cost: {}. Worse than plain FAVOR+: {}. No difference that \
+             counts: {} of {} refinements. Too noisy to tell: {}.",
             set.name,
             charts::list(&better[..better.len().min(3)]),
             charts::list(&worse),

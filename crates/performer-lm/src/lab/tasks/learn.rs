@@ -19,7 +19,7 @@ use crate::{
     model::Decoder,
     train::{
         AdamW, AdamWConfig, Checkpoint, Earlier, Gradients, Leg, Pace, RunKey, Schedule, Step, StepBar, Steps,
-        TrainingState, in_order, take_steps, threads_on,
+        TrainingState, in_order, take_steps,
     },
 };
 
@@ -238,8 +238,9 @@ impl<'a> Setting<'a> {
         let parts: Vec<&[Example]> = self.held_out.chunks(self.rows(&self.held_out)).collect();
         let (mut loss, mut right, mut answers) = (0.0, 0, 0);
         in_order(
+            self.device,
             parts.len(),
-            threads_on(self.device, self.threads),
+            self.threads,
             |i| {
                 let batch = Batch::new(parts[i], self.task.is_causal(), self.device)?;
                 let logits = model.logits_at(&batch.ids, &batch.mask, &batch.places)?.to_vec2::<f32>()?;
