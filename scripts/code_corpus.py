@@ -26,6 +26,8 @@ which is verified here, and everything below is a function of the packages' cont
    each with version, licence, split and bytes. The text is for your own experiments: whoever passes
    it on must pass on the notices in the packages, too.
 
+A file of one of these names in OUT with other contents is refused.
+
 Packages are read where Cargo keeps its downloads; `cargo fetch --locked` fetches what is missing.
 Needs Python 3.11 and nothing else.
 """
@@ -38,6 +40,8 @@ import re
 import sys
 import tarfile
 import tomllib
+
+import corpus_folder
 
 LARGEST = 128 * 1024
 LARGEST_PACKAGE = 1024 * 1024
@@ -67,7 +71,11 @@ def newest(lock):
         text = lock.read_text(encoding="utf-8")
     except OSError as error:
         sys.exit(f"cannot read {lock}: {error.strerror}")
-    for package in tomllib.loads(text).get("package", []):
+    try:
+        entries = tomllib.loads(text).get("package", [])
+    except tomllib.TOMLDecodeError as error:
+        sys.exit(f"{lock} is no Cargo.lock: {error}")
+    for package in entries:
         if "checksum" not in package or BINDINGS.match(package["name"]):
             continue
         known = packages.get(package["name"])
@@ -190,6 +198,8 @@ def main():
     parser.add_argument("--held-out", type=int, default=LARGEST_PACKAGE // 1024, metavar="KIB",
                         help="most of a package in valid.txt and test.txt, in KiB")
     options = parser.parse_args()
+    if options.held_out < 1:
+        parser.error(f"--held-out is {options.held_out}; it must be at least 1 KiB")
     cache = cargo / "registry" / "cache"
     folders = [options.packages] if options.packages else sorted(cache.glob("*")) or [cache]
 
@@ -212,15 +222,16 @@ def main():
     if sys.stderr.isatty():
         print(file=sys.stderr)
 
-    options.out.mkdir(parents=True, exist_ok=True)
-    for split, texts in documents.items():
-        content = "".join(f"{text}{END}\n" for text in texts).encode()
-        (options.out / f"{split}.txt").write_bytes(content)
-        digest = hashlib.sha256(content).hexdigest()
-        print(f"{split}.txt\t{len(texts)} packages\t{len(content)} bytes\tsha256 {digest}")
+    contents = {
+        f"{split}.txt": "".join(f"{text}{END}\n" for text in texts).encode()
+        for split, texts in documents.items()
+    }
     rows = [("package", "version", "licence", "split", "bytes"), *sorted(sources)]
     table = "".join("\t".join(row) + "\n" for row in rows)
-    (options.out / "SOURCES.tsv").write_text(table, encoding="utf-8")
+    corpus_folder.write(options.out, {**contents, "SOURCES.tsv": table.encode()})
+    for (name, content), texts in zip(contents.items(), documents.values(), strict=True):
+        digest = hashlib.sha256(content).hexdigest()
+        print(f"{name}\t{len(texts)} packages\t{len(content)} bytes\tsha256 {digest}")
 
 
 if __name__ == "__main__":

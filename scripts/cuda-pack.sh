@@ -48,10 +48,13 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 scripts/cuda-kernels.sh "$scratch/kernels" "$@" >&2
 
-# The pack gets its name when it is whole.
-pack=$folder.new
-rm -rf "$pack"
-mkdir -p "$pack/models"
+# The pack gets its name when it is whole. It grows beside that, since a folder moves at once only
+# within one disk.
+mkdir -p "$(dirname "$folder")"
+pack=$(mktemp -d "$folder.XXXXXX")
+trap 'rm -rf "$scratch" "$pack"' EXIT
+chmod 755 "$pack"
+mkdir "$pack/models"
 xz -6 -T0 -c "$program" >"$pack/performer-lm.xz"
 # One stream, because the kernels of different architectures are alike in part.
 tar --sort=name --owner=0 --group=0 --mtime=@0 -C "$scratch" -c kernels | xz -9 -T1 -c >"$pack/kernels.tar.xz"
@@ -65,7 +68,6 @@ size=$(du -sb "$pack" | cut -f1)
 part() { echo "$(($(stat -c %s "$pack/$1") >> 10)) KiB"; }
 echo "the program: $(part performer-lm.xz), its kernels: $(part kernels.tar.xz)" >&2
 if [ "$size" -gt "$most" ]; then
-    rm -rf "$pack"
     echo "the pack has $size bytes, $((size - most)) more than the $most that may travel: pack fewer architectures" >&2
     exit 1
 fi

@@ -120,6 +120,7 @@ def main(results, out):
         "steps.json": steps and {"command": command, **about, "steps": steps},
         "profile.json": reports and {**about, "tokens": CONTEXT, **reports},
     }
+    out.mkdir(parents=True, exist_ok=True)
     for name, what in files.items():
         if what:
             (out / name).write_text(json.dumps(what, indent=1) + "\n")

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,14 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 AARCH64 = "aarch64-unknown-linux-gnu"
 ATTENTIONS = ["softmax", "favor:m=16,gate,conv", "favor:m=16,map=learned,window=6"]
+# The processors that are compared, and the programs that each needs.
+TOOLS = {
+    "this machine": [],
+    "other groups": [],
+    "x86-64 with AVX2": ["qemu-x86_64"],
+    "x86-64 without AVX": ["qemu-x86_64"],
+    "aarch64 with NEON": ["qemu-aarch64", "aarch64-linux-gnu-gcc"],
+}
 
 
 def build(target=None):
@@ -54,8 +63,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tolerance", type=float, default=1e-3, help="nats by which losses may differ")
-    parser.add_argument("--only", nargs="*", help="names of processors, of those in the table")
+    parser.add_argument("--only", nargs="+", help="names of processors, of those in the table")
     options = parser.parse_args()
+    if unknown := set(options.only or []) - set(TOOLS):
+        parser.error(f"unknown processors: {', '.join(sorted(unknown))}; known are {', '.join(TOOLS)}")
+    tools = {tool for name in options.only or TOOLS for tool in TOOLS[name]}
+    if missing := sorted(tool for tool in tools if not shutil.which(tool)):
+        parser.error(f"this machine lacks {', '.join(missing)}")
     here = build()
     processors = {
         "this machine": ([here], 4),
@@ -64,8 +78,6 @@ def main():
         "x86-64 without AVX": (["qemu-x86_64", "-cpu", "Nehalem", here], 4),
         "aarch64 with NEON": (["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu", "max"], 4),
     }
-    if unknown := set(options.only or []) - set(processors):
-        parser.error(f"unknown processors: {', '.join(sorted(unknown))}; known are {', '.join(processors)}")
     if options.only is not None:
         processors = {name: how for name, how in processors.items() if name in ["this machine", *options.only]}
     if "aarch64 with NEON" in processors:

@@ -140,15 +140,22 @@ share() {
 }
 
 # into FILE COMMAND...: the command's output as that file of results, once it is whole; not if it is
-# there already.
+# there already, which is an error where another command made it, such as that of another PRESET.
 into() {
-    local file=$results/$1
+    local file=$results/$1 command
     shift
+    # As it is typed in this folder with results in that one, wherever both lie.
+    command=${*//"$here/"/}
+    command=${command//"$results/"/}
     if [ -s "$file" ]; then
+        if [ -f "$file.command" ] && [ "$(cat "$file.command")" != "$command" ]; then
+            echo "$file is of another command ($(cat "$file.command")): name another folder with --out" >&2
+            return 1
+        fi
         echo "$file is there already" >&2
         return 0
     fi
-    "$@" >"$file.new" && mv "$file.new" "$file" || { rm -f "$file.new"; return 1; }
+    "$@" >"$file.new" && echo "$command" >"$file.command" && mv "$file.new" "$file" || { rm -f "$file.new"; return 1; }
 }
 
 # The work of one item without the process that oversees it, for tools that look at a process.

@@ -86,6 +86,11 @@ class Rehearsal:
     def __init__(self, folder):
         self.pack, self.there, self.results = folder / "pack", folder / "elsewhere", folder / "results"
         self.without, self.folder = folder / "without-nvrtc", folder
+        # Of the folder that is given, only what an earlier rehearsal made is removed.
+        mark = folder / "rehearsal"
+        if not mark.exists() and any(folder.iterdir()):
+            raise SystemExit(f"{folder} holds files that are of no rehearsal: name another folder")
+        mark.touch()
         for old in [self.there, self.results, self.without]:
             shutil.rmtree(old, ignore_errors=True)
         self.quick = self.results / "quick.jsonl"
@@ -214,7 +219,7 @@ class Rehearsal:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="folder that keeps what was made")
+    parser.add_argument("--out", type=pathlib.Path, help="folder that keeps what was made, new or of an earlier rehearsal, which is replaced")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.out.resolve() if args.out else pathlib.Path(scratch)

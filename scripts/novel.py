@@ -6,11 +6,13 @@ to the next line that begins with CHAPTER.
 Usage: scripts/novel.py NOVEL OUT
 
 Writes OUT/train.txt, OUT/valid.txt and OUT/test.txt, each of which is one document. The same file
-gives the same bytes. Needs Python 3.11 and nothing else.
+gives the same bytes. A file of one of these names with another content is refused. Needs Python 3.11 and nothing else.
 """
 
 import pathlib
 import sys
+
+import corpus_folder
 
 CHAPTER = "\nCHAPTER "
 
@@ -38,13 +40,9 @@ def main():
     parts = divide(text)
     if not all(parts.values()):
         raise SystemExit(f"error: {novel} has too few chapters to be divided")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, part in parts.items():
-            (out / f"{name}.txt").write_bytes(part.encode())
-            print(f"{name}.txt  {len(part.encode()):,} bytes")
-    except OSError as error:
-        raise SystemExit(f"error: cannot write into {out}: {error}")
+    corpus_folder.write(out, {f"{name}.txt": part.encode() for name, part in parts.items()})
+    for name, part in parts.items():
+        print(f"{name}.txt  {len(part.encode()):,} bytes")
 
 
 if __name__ == "__main__":

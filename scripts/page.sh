@@ -21,17 +21,32 @@ if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
     rustup target add "$triple"
 fi
 
-if [ -n "$(ls -A "$page" 2>/dev/null)" ] && ! [ -f "$page/service-worker.js" ]; then
+if [ -n "$(ls -A "$page" 2>/dev/null)" ] && ! grep -qs 'performer_web_bg\.wasm' "$page/service-worker.js"; then
     echo "$page holds files that are no page of this script's, and would be replaced: choose another folder" >&2
     exit 1
 fi
+# What a page has.
+for file in "$page"/* "$page"/.[!.]*; do
+    name=${file##*/}
+    case $name in
+        '*' | '.[!.]*' | performer_web* | snippets | models | LICENSE-*.txt | NOTICES.txt) ;;
+        *)
+            if ! [ -f "web/$name" ]; then
+                echo "$file is not of the page, and would be lost: move it, or choose another folder" >&2
+                exit 1
+            fi
+            ;;
+    esac
+done
 
 cargo build --release --locked -p performer-web --target "$triple"
-# The page takes the place of an earlier one when it is whole.
+# The page takes the place of an earlier one when it is whole. It grows beside that, since a folder
+# moves at once only within one disk.
 whole=${page%/}
-page=$whole.new
-rm -rf "$page"
-mkdir -p "$page"
+mkdir -p "$(dirname "$whole")"
+page=$(mktemp -d "$whole.XXXXXX")
+trap 'rm -rf "$page"' EXIT
+chmod 755 "$page"
 cp web/* "$page"
 CARGO_TARGET_DIR=$target/wasm-glue cargo run --quiet --release --locked --manifest-path scripts/wasm-glue/Cargo.toml -- \
     "$target/$triple/release/performer_web.wasm" "$page"
@@ -73,6 +88,7 @@ fi
 )
 rm -rf "$whole"
 mv "$page" "$whole"
+trap - EXIT
 page=$whole
 echo "$page: $(du -sh "$page" | cut -f1), the program $(wc -c <"$page/performer_web_bg.wasm") bytes"
 echo "look at it with: python3 -m http.server --bind 127.0.0.1 --directory $page"

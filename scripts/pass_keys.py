@@ -15,6 +15,8 @@ import pathlib
 import random
 import sys
 
+END = "<|endoftext|>"
+
 
 def texts(words, count):
     """Yields so many texts made of stretches of `words`."""
@@ -36,13 +38,16 @@ def main():
     except (IndexError, ValueError):
         sys.exit(__doc__)
     try:
-        words = pathlib.Path(path).read_text(encoding="utf-8").split()
+        text = pathlib.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         sys.exit(f"cannot read {path}: {error}")
+    # A separator inside a stretch would cut it in two texts, one of which tells the key and another
+    # asks for it.
+    words = text.replace(END, " ").split()
     if len(words) <= 600:
         sys.exit(f"{path} has {len(words)} words; more than 600 are needed")
     for text in texts(words, count):
-        sys.stdout.write(f"{text}<|endoftext|>\n")
+        sys.stdout.write(f"{text}{END}\n")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,10 @@ def quarters_of(losses):
 
 def measure(model, text, scratch):
     """The losses of a model by quarter, for each cut of the text and on average."""
-    config = json.loads((pathlib.Path(model) / "config.json").read_text())
+    try:
+        config = json.loads((pathlib.Path(model) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"{model} is no model's folder: {error}")
     metrics = pathlib.Path(model) / "metrics.json"
     seed = json.loads(metrics.read_text()).get("seed") if metrics.exists() else None
     context = config["context"]

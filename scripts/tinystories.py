@@ -9,9 +9,11 @@ The first form fetches the public file SOURCE below (22 MB), or reads files that
 already, and takes from them the 17,872 stories to train on and the 2,000 held out. They are a part
 of the file in an order of their own, so tinystories.order beside this script holds five bytes of
 the SHA-256 of each story's words, in that order. White space at the ends of lines and stories is
-dropped. All files written have the SHA-256 named below, or nothing is written.
+dropped. All files written have the SHA-256 named below, or nothing is written. With either form
+nothing is written where OUT has a file of one of these names with other contents.
 
 The second form reads a folder with train.txt and valid.txt, of any stories, and copies the first.
+Of both it leaves out empty stories, and adds the last <|endoftext|> where there is none.
 
 With either, the first half of the held-out stories goes to OUT/valid.txt, on which settings are
 chosen, and the second half to OUT/test.txt, on which results are reported. Of an odd number, the
@@ -29,6 +31,8 @@ import os
 import pathlib
 import sys
 import urllib.request
+
+import corpus_folder
 
 SOURCE = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-valid.txt"
 END = b"<|endoftext|>"
@@ -118,9 +122,8 @@ def write(out, splits, checksums):
             )
     if "test" not in splits and (out / "test.txt").exists():
         sys.exit(f"{out} holds a test.txt, whose stories would stand in valid.txt too: name another folder, or remove it")
-    out.mkdir(parents=True, exist_ok=True)
+    corpus_folder.write(out, {f"{name}.txt": content for name, content in contents.items()})
     for name, content in contents.items():
-        (out / f"{name}.txt").write_bytes(content)
         print(f"{name}.txt\t{len(splits[name])} stories\t{len(content)} bytes\tsha256 {digests[name]}")
 
 

@@ -118,6 +118,10 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
+# What must be equal in two models whose speeds are compared.
+SIZES = ["vocab_size", "hidden_size", "layers", "heads", "feed_forward_size", "context"]
+
+
 def measure(c, batch, micro, features, steps, device, dtype, compiled):
     torch.manual_seed(1)
     model = Decoder(c, features).to(device)
@@ -167,6 +171,10 @@ def main():
     batch = args.batch_size or json.loads((MODELS / args.preset / "training.json").read_text())["batch_size"]
     micro = args.micro_batch or batch
     reports = [json.load(file) for file in args.against]
+    for file, report in zip(args.against, reports):
+        theirs = report.get("config", {})
+        if different := [key for key in SIZES if theirs.get(key) != c[key]]:
+            parser.error(f"{file.name} is of another model than {args.preset}: they differ in {', '.join(different)}")
     ours = {p["attention_spec"]: p["tokens_per_second"] for report in reports for p in report["points"]}
     points = []
     for features in [None, *args.features]:

@@ -18,13 +18,11 @@
 #define PERFORMER_WARP
 #define PERFORMER_WARPGROUP
 
-#include <algorithm>
 #include <cmath>
 #include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <ucontext.h>
 #include <vector>
 
@@ -45,8 +43,10 @@ struct alignas(8) uint2 { unsigned x, y; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 struct Dim { unsigned x, y, z; };
 
-using std::max;
-using std::min;
+template <class T>
+T max(T a, T b) { return a < b ? b : a; }
+template <class T>
+T min(T a, T b) { return b < a ? b : a; }
 
 inline Dim threadIdx, blockIdx, gridDim;
 // The shared memory that a block may have on an H100.
@@ -83,7 +83,9 @@ inline int threads = 0, running = 0;
 inline bool descending = false;
 // Whether matrix products truncate as tensor cores do.
 inline bool truncating = false;
-inline const std::function<void()>* body = nullptr;
+// The kernel with its arguments, and what calls it.
+inline const void* body = nullptr;
+inline void (*run_body)(const void*) = nullptr;
 
 // Warp holds what the lanes of a warp bring to an operation that they do together.
 struct Warp {
@@ -134,7 +136,7 @@ inline void* sanitizer_home = nullptr;
 
 // Runs the kernel in a new fiber.
 inline void trampoline() {
-    (*body)();
+    run_body(body);
     order_of_launches.arrive(0);
     const Quiet quiet;
     for (const auto& group : copies[running]) {
@@ -226,9 +228,10 @@ void together(const char* doing, int line, T& mine, Work work) {
 // Runs a kernel: `kernel(arguments...)` in every thread of every block.
 template <class... Parameters, class... Arguments>
 void launch(Dim grid, int block_threads, void (*kernel)(Parameters...), Arguments... arguments) {
-    const std::function<void()> call = [&] { kernel(arguments...); };
+    const auto call = [&] { kernel(arguments...); };
     const Quiet quiet;
     body = &call;
+    run_body = [](const void* body) { (*(decltype(call)*)body)(); };
     threads = block_threads;
     gridDim = grid;
     for (unsigned y = 0; y < grid.y; y++) {

@@ -6,6 +6,8 @@
 
 #include "device.h"
 
+#include <algorithm>
+
 #define SHARED_FORWARD sizeof(Shared)
 #define SHARED_SUMS sizeof(Builder)
 #define SHARED_BACKWARD sizeof(Shared)

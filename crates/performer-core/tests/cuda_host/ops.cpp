@@ -4,6 +4,7 @@
 
 #include "device.h"
 
+#include <algorithm>
 #include <random>
 
 // Fibers share static variables as the threads of a block share these.

@@ -6,6 +6,8 @@
 
 #include "device.h"
 
+#include <algorithm>
+
 #include "favor.metal"
 
 inline float widen(ushort x) { return as_type<float>((uint)x << 16); }

@@ -220,7 +220,8 @@ pub(super) struct RecipeArgs {
     /// Steps between validations; 0 after each epoch only.
     #[arg(long)]
     eval_every: Option<usize>,
-    /// Steps between checkpoints; 0 after each epoch only.
+    /// Steps between checkpoints, besides those after each epoch and every ten minutes; 0 only
+    /// these.
     #[arg(long)]
     save_every: Option<usize>,
 }

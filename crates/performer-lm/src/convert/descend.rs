@@ -56,7 +56,7 @@ pub(super) fn descend(
         rate,
         schedule: Schedule::WarmupCosine { warmup_steps: steps.min(20), min_fraction: 0.05 },
         clip: Some(1.0),
-        save_after: Some(SAVE_AFTER),
+        save_after: SAVE_AFTER,
         stop: plan.stop,
     };
     let begun = stage.optimizer.steps();

@@ -13,6 +13,7 @@ mod measure;
 use std::{
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
 };
 
 use anyhow::Result;
@@ -45,6 +46,9 @@ pub(super) use begin::require_features;
 
 /// Number of tokens of a validation in the middle of a run; the last validation takes all.
 const QUICK_VALIDATION_TOKENS: usize = 65_536;
+
+/// Time after which a run is saved besides where its settings say so: what a power cut loses at most.
+const SAVE_AFTER: Duration = Duration::from_secs(600);
 
 /// A flag to stop that is never set, for short runs that nobody needs to interrupt or to resume.
 #[cfg(feature = "lab")]
@@ -138,8 +142,7 @@ impl<'a> Trainer<'a> {
             rate: training.learning_rate,
             schedule: training.schedule,
             clip: training.clip,
-            // The run saves by steps and epochs: see `after`.
-            save_after: None,
+            save_after: SAVE_AFTER,
             stop: self.options.stop,
         };
         let taken = take_steps(&mut InProgress { run: &mut self, progress: &progress, total }, &pace);
@@ -260,6 +263,10 @@ impl Steps for InProgress<'_, '_> {
 
     fn stops(&mut self, asked: bool) -> Result<bool> {
         any_asked(&self.run.options.ranks, asked)
+    }
+
+    fn saves(&mut self, due: bool) -> Result<bool> {
+        any_asked(&self.run.options.ranks, due)
     }
 
     fn after(&mut self, step: &Step) -> Result<()> {

@@ -29,9 +29,8 @@ pub(crate) struct Pace<'a> {
     pub(crate) schedule: Schedule,
     /// Norm to which gradients are clipped.
     pub(crate) clip: Option<f64>,
-    /// Time after which the training is saved between two steps; `None` if the training decides
-    /// that itself.
-    pub(crate) save_after: Option<Duration>,
+    /// Time after which the training is saved between two steps, besides where it saves itself.
+    pub(crate) save_after: Duration,
     /// Flag that is set from outside to save and stop.
     pub(crate) stop: &'a AtomicBool,
 }
@@ -64,6 +63,12 @@ pub(crate) trait Steps {
         Ok(asked)
     }
 
+    /// Whether the training is saved before the next step, given whether the time has come by this
+    /// process's clock: processes that train together save together.
+    fn saves(&mut self, due: bool) -> Result<bool> {
+        Ok(due)
+    }
+
     /// Logs, measures and shows a step; it is called after each step.
     fn after(&mut self, step: &Step) -> Result<()>;
 
@@ -84,7 +89,8 @@ pub(crate) fn take_steps(training: &mut impl Steps, pace: &Pace) -> Result<bool>
             return Ok(true);
         }
         let is_stopped = training.stops(pace.stop.load(Ordering::Relaxed))?;
-        if is_stopped || pace.save_after.is_some_and(|time| saved.elapsed() > time) {
+        let is_due = training.saves(saved.elapsed() >= pace.save_after)?;
+        if is_stopped || is_due {
             training.save()?;
             saved = Instant::now();
         }
@@ -120,4 +126,72 @@ pub(super) fn failed(error: Error, training: &str, step: usize, loss: Option<f64
         return error.context(Cause::Diverged { training: training.to_string(), step, loss });
     }
     error.context(format!("{training}, step {step} failed"))
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+    use crate::train::AdamWConfig;
+
+    /// A training of one number, which records at which steps it was saved.
+    struct Training {
+        optimizer: AdamW,
+        number: Var,
+        /// Whether the processes that it trains with say yes when its time to be saved has come.
+        others_agree: bool,
+        saved: Vec<usize>,
+    }
+
+    impl Steps for Training {
+        fn optimizer(&mut self) -> &mut AdamW {
+            &mut self.optimizer
+        }
+
+        fn gradients(&mut self, _: usize) -> Result<(f64, Gradients)> {
+            let loss = self.number.sqr()?;
+            let gradients = Gradients::from_store(&loss.backward()?, self.optimizer.parameters())?;
+            Ok((loss.to_scalar()?, gradients))
+        }
+
+        fn saves(&mut self, due: bool) -> Result<bool> {
+            Ok(due && self.others_agree)
+        }
+
+        fn after(&mut self, _: &Step) -> Result<()> {
+            Ok(())
+        }
+
+        fn save(&mut self) -> Result<()> {
+            self.saved.push(self.optimizer.steps());
+            Ok(())
+        }
+    }
+
+    /// The steps at which a training of three is saved.
+    fn saved_at(save_after: Duration, others_agree: bool) -> Vec<usize> {
+        let number = Var::new(1f64, &Device::Cpu).unwrap();
+        let optimizer = AdamW::new(vec![("number".into(), number.clone())], AdamWConfig::default()).unwrap();
+        let mut training = Training { optimizer, number, others_agree, saved: vec![] };
+        let stop = AtomicBool::new(false);
+        let pace = Pace {
+            name: "training",
+            steps: 3,
+            rate: 0.1,
+            schedule: Schedule::Constant,
+            clip: None,
+            save_after,
+            stop: &stop,
+        };
+        assert!(take_steps(&mut training, &pace).unwrap());
+        training.saved
+    }
+
+    #[test]
+    fn a_training_is_saved_whenever_its_time_has_come() {
+        assert_eq!(saved_at(Duration::ZERO, true), [0, 1, 2]);
+        assert_eq!(saved_at(Duration::ZERO, false), [0; 0]);
+        assert_eq!(saved_at(Duration::MAX, true), [0; 0]);
+    }
 }

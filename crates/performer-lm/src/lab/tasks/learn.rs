@@ -173,7 +173,7 @@ impl<'a> Setting<'a> {
             rate: learning_rate,
             schedule: Schedule::WarmupCosine { warmup_steps: (steps / 10).max(1), min_fraction: 0.05 },
             clip: Some(CLIP),
-            save_after: Some(SAVE_AFTER),
+            save_after: SAVE_AFTER,
             stop: self.stop,
         };
         if !take_steps(&mut lesson, &pace)? {
