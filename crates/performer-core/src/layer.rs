@@ -25,6 +25,9 @@ pub use config::MultiHeadConfig;
 /// `o_proj(attention(q_proj(x), k_proj(x), v_proj(x)))` with heads, optional rotary positions, and
 /// any attention.
 ///
+/// `x` is `(B, T, E)`: batch, tokens, model dimension. The layer has `H` query heads and `Hkv` key
+/// heads of dimension `D` (see [`MultiHeadConfig`]).
+///
 /// # Weights and buffers
 /// Weights live under `q_proj`, `k_proj`, `v_proj`, `o_proj` of the `VarBuilder`, as in Hugging
 /// Face checkpoints. What the attention draws or fits, its [buffers](Attention::buffers), lives
@@ -193,8 +196,8 @@ impl MultiHeadAttention {
         let trained = self.attention.trained_buffers();
         let (mut given, mut stored, mut variables) = (Vec::new(), Vec::new(), Vec::new());
         for (name, buffer) in self.attention.buffers() {
-            // A map that is trained has parameters of its own for each of its key heads, and so has
-            // what stays as it is beside them.
+            // A trained map has its own parameters for each of its key heads. Its buffers that are
+            // not trained are repeated for each of them too.
             let is_trained = trained.contains(&name);
             let map = |name: &str| name.rsplit_once('.').map(|(map, _)| map.to_string());
             let is_beside = trained.iter().any(|other| map(other).is_some() && map(other) == map(&name));
@@ -308,8 +311,8 @@ impl MultiHeadAttention {
     /// Causal self-attention of a segment of a sequence whose other segments are computed
     /// elsewhere: `x` `(B, T, E)` holds its tokens, as many as in every other segment, and
     /// `residual` is added to the output if there is one. Positions, convolutions and attention go
-    /// on from the segments before. All segments call this of the same layer; the loss is
-    /// [closed](Segment::close) before the backward pass.
+    /// on from the segments before. Every segment must call this for the same layers in the same
+    /// order, and must [close](Segment::close) its loss before the backward pass.
     ///
     /// # Errors
     /// As [`Self::forward`] and [`Attention::forward_segment`]; also if a layer with convolutions
@@ -455,7 +458,8 @@ impl MultiHeadAttention {
                 .and_then(|()| update_registered(&mut self.registered, &*self.attention));
         }
         if let Err(error) = loaded {
-            // The layer goes on with what its map of variables holds, and variables are trained on.
+            // After an error the attention gets back the buffers that it had, the trained ones as
+            // the variables of the `VarMap`: copies of them would not be trained any more.
             let own = |name: &str| named(&self.trained, name).or_else(|| named(&before, name));
             self.attention.load_buffers(&own)?;
             return Err(error);

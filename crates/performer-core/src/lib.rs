@@ -1,9 +1,11 @@
 //! Linear attention for [Candle](candle_core): FAVOR+ of the Performer, with gradients.
 //!
-//! Softmax attention, `o_i = Σ_j e^{q_i·k_j/√D} v_j / Σ_j e^{q_i·k_j/√D}`, costs `O(T²)`. The
-//! Performer (Choromanski et al. 2020, <https://arxiv.org/abs/2009.14794>) writes the kernel as
-//! `φ(q)·φ(k)` with random features φ and reorders the sums: `φ(q_i) · Σ_j φ(k_j) [v_j, 1]`. Time
-//! and memory become linear in `T`, and the state of decoding constant.
+//! Softmax attention, `o_i = Σ_j e^{q_i·k_j/√D} v_j / Σ_j e^{q_i·k_j/√D}`, costs `O(T²)` for `T`
+//! tokens and heads of dimension `D`. The Performer (Choromanski et al. 2020,
+//! <https://arxiv.org/abs/2009.14794>) estimates the kernel `e^{q·k/√D}` by `φ(q)·φ(k)`, with
+//! random features φ whose product has the kernel as its mean. It then reorders the sums:
+//! `φ(q_i) · Σ_j φ(k_j) [v_j, 1]` is the numerator and, behind it, the denominator. Time and memory
+//! become linear in `T`, and the state of decoding constant.
 //!
 //! Data flows one way, from the equation's inside outwards:
 //!
@@ -13,7 +15,7 @@
 //! | `φ(x)` | [`features`] |
 //! | the sums and their quotient; exact softmax | [`attention`] |
 //! | `Wq, Wk, Wv, Wo` around it, and further parts | [`layer`] |
-//! | norms, rotary positions and feed-forward layers, in place of Candle's that give no gradient | [`nn`] |
+//! | norms, rotary positions and a feed-forward layer, where Candle's pass no gradient or are missing | [`nn`] |
 //! | functions around attention, each with a gradient: norms, softmax, linear maps, losses | [`ops`] |
 //! | a backward pass without the additions to zeros that Candle's makes | [`Tape`] |
 //! | the formulas in plain f64, against which the tests compare the rest | [`mod@reference`] |

@@ -2,9 +2,13 @@
 //! state.
 //!
 //! Every implementation computes `o_i = Σ_j K(q_i, k_j) v_j / Σ_j K(q_i, k_j)` over the keys that
-//! the [`Mask`] lets row `i` see. They differ in `K` and in cost: [`Softmax`] takes
-//! `K = e^{q·k/√D}` at `O(T²)`; [`Favor`] takes `φ(q)·φ(k)`, which lets the sums be reordered, at
-//! `O(T)`; [`Windowed`] takes the first for near keys and the second for far ones.
+//! row `i` sees; [`AttentionConfig::None`] alone does not, whose outputs are 0. The [`Mask`] says
+//! which keys are seen, and a window leaves the last of them. Implementations differ in `K` and in
+//! cost: [`Softmax`] takes `K = e^{q·k/√D}` at `O(T²)`, or at `O(T·W)` over a window of `W` tokens
+//! where that is fused; [`Favor`] takes `φ(q)·φ(k)` with any feature map φ, which lets the sums be
+//! reordered, at `O(T)`; [`Windowed`] takes the first for near keys and the second for far ones.
+//! FAVOR with positive orthogonal random features is the FAVOR+ of the paper. Forget gates multiply
+//! `K` by a factor for what is forgotten from key `j` to query `i`, see [`Inputs::gates`].
 //!
 //! # An attention of your own
 //! Implement [`Attention`] with [`Attention::forward`] and [`Attention::advance`], and [`Memory`]
@@ -134,11 +138,12 @@ pub use windowed::Windowed;
 
 /// Multi-head attention over given queries, keys and values, in one pass or token by token.
 ///
-/// [`Inputs`] says which shapes and types there are; the output is `(B, H, Tq, Dv)` in the type of
-/// the inputs. Half types are widened: sums of features, and the states that hold them, are f32
-/// (f64 for f64). So are features, except that CUDA kernels for half types round them to bf16 for
-/// matrix products. Exact softmax keeps keys and values in the type of the inputs; [`Windowed`]
-/// keeps those of its window in the type of FAVOR's sums, with which they are joined.
+/// Queries are `(B, H, Tq, D)`, keys `(B, Hkv, Tk, D)` and values `(B, Hkv, Tk, Dv)`, in one type
+/// (see [`Inputs`]); the output is `(B, H, Tq, Dv)` in that type. Features, sums of features and
+/// the states that hold them are f32, or f64 where the inputs are f64; but CUDA kernels for half
+/// types round features to bf16 for matrix products. Exact softmax keeps keys and values in the
+/// type of the inputs; [`Windowed`] keeps those of its window in the type of FAVOR's sums, with
+/// which they are joined.
 ///
 /// Callers use [`Self::forward`] and [`Self::extend`]. Implementations provide [`Self::forward`]
 /// and [`Self::advance`], and [`Self::buffers`] with [`Self::load_buffers`] if there is anything to
@@ -153,9 +158,8 @@ pub trait Attention: fmt::Debug + Send + Sync {
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor>;
 
     /// Computes causal attention of the next tokens after those that `state` has seen, and brings
-    /// the state's memory up to the last of them. This is what an implementation provides;
-    /// [`Self::extend`] is what callers use, and an attention that wraps another one calls this of
-    /// it.
+    /// the state's memory up to the last of them. An implementation provides this method; callers
+    /// use [`Self::extend`]. Only an attention that wraps another one calls the other's `advance`.
     ///
     /// `extend` has already checked that the inputs fit each other and the state, detached them
     /// from gradients, and counts the tokens afterwards, so that [`State::tokens`] is the number of

@@ -3,9 +3,10 @@
 //!
 //! On the CPU, `favor` and `softmax` are attention. `cross_entropy`, `tiled_cross_entropy`, `norm`,
 //! `activation`, `swiglu`, `rotary`, `linear`, `heads` and `convolution` are the other operations
-//! of a decoder, most of them on GPUs too; `forget_gate` and `quadratic` are on CUDA only. Each is
-//! an `operation`, the adapter to Candle. `addition` is a kernel of ours on CUDA, and Candle's
-//! elsewhere. Kernels are built from `gemm` (products of small tiles), `vector` (elementwise
+//! of a decoder, most of them on GPUs too; `forget_gate` and `quadratic` are on CUDA only. Each
+//! implements the trait of `operation`, which adapts kernels to Candle's custom operations.
+//! `addition` is a kernel of ours on CUDA, and Candle's elsewhere. Kernels are built from `gemm`
+//! (products of small tiles), `vector` (elementwise
 //! functions), `rows` (reading tensors), `transpose`, `fresh` (memory for outputs) and `beside`
 //! (inputs beyond the third). Loops over vectors are compiled for AVX-512, AVX2 and NEON beside
 //! plain Rust (`transpose` for AVX alone), and `instructions` chooses the version when the program
@@ -168,8 +169,8 @@ fn gradient(values: Vec<f32>, like: &Tensor) -> Result<Tensor> {
 pub(crate) fn check_finite(name: &str, storage: &CpuStorage, layout: &Layout) -> Result<()> {
     fn first_bad<T: WithDType>(values: &[T], layout: &Layout) -> Option<(Vec<usize>, f64)> {
         let bad = |x: T| !x.to_f64().is_finite();
-        // Rows along the last dimension, of which one with stride 1 is looked through without
-        // branches.
+        // The tensor is searched row by row along its last dimension. A row with stride 1 is first
+        // tested as a whole without branches, which compiles to vector instructions.
         let last = layout.dims().last().zip(layout.stride().last());
         let (width, stride) = last.map_or((1, 1), |(&width, &stride)| (width, stride));
         let rows = layout.shape().elem_count().checked_div(width)?;

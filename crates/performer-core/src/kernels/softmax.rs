@@ -21,9 +21,9 @@
 //!
 //! Tiles of keys are counted from the first key in the window of a tile's first query (key 0 where
 //! there is no window), and those of sinks from key 0. They are taken from the last to the first. A
-//! weight below `e^-60` of the largest that a query has met by then is zero: only a value 10^19
-//! times as large as others would make it count in f32, and weights near the end of the range would
-//! make products many times slower.
+//! weight is set to zero where it is below `e^-60` of the largest that its query has met by then.
+//! Only a value 10^19 times as large as the others would make it count in f32; if it were kept, its
+//! products could be subnormal, and processors compute with such numbers many times more slowly.
 //!
 //! Forget gates are at most 0. The sum of the gates after key `j` up to query `i` is added to their
 //! score, see `softmax/forgotten.rs`. Once these sums make the weights of all earlier keys zero,

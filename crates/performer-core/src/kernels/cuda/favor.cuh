@@ -37,19 +37,30 @@
 // by that. Older sums forget from chunk to chunk by their scales, without a product. A strong gate
 // lifts the rows after it above the limit, and they begin a chunk of their own.
 //
-// Macros: MAP says where features come from. 0, they are computed here: feature r of a row is
-// exp(w_r.x - |x|^2/2), where x = DIM^(-1/4) times the row; for queries exp(-|x|^2/2) is left out,
-// since it cancels in the quotient. 1, rows are log-features. 2, rows are signed features, and keys
-// have the logarithm of their scale as one more number. 1 and 2 are "ready" features, which are
-// f32; those of 2 may also be bf16. 3, features are computed here: exp(a_r.x) of queries and
-// exp(b_r.x + h_r - |P x|^2/2) of keys, with a, b, h and P for each key head or one set for all
-// (`KeyForm`). METRIC: whether there is a P, with MAP 3 only; 0 if it is not given. DIM, FEATURES,
-// VALUES: the sizes of a query, of its features, of a value. SLICE: the values that one block
-// takes, a multiple of 16. CHUNK: 16, 32 or 64 tokens. CAUSAL: 1, a query sees the keys up to its
-// own; 0, it sees all keys. GATED: whether there are forget gates; only with CAUSAL. STORAGE: see
-// tile.cuh. LOGS: whether a row of outputs has the logarithm of its denominator after its values,
-// which only f32 and features that are positive have; 0 if it is not given. PARTIAL, for gradients:
-// whether they are parts in f32 that are still to be added up; 0 if it is not given.
+// Macros:
+//
+//   MAP       Where features come from:
+//             0  They are computed here. Feature r of a row is exp(w_r.x - |x|^2/2), where x is
+//                DIM^(-1/4) times the row. For queries exp(-|x|^2/2) is left out, and for both the
+//                factor FEATURES^(-1/2), since they cancel in the quotient; where logarithms of
+//                denominators are returned, the host corrects these.
+//             1  Rows are log-features.
+//             2  Rows are signed features, and keys have the logarithm of their scale as one more
+//                number.
+//             3  They are computed here: exp(a_r.x) of queries and exp(b_r.x + h_r - |P x|^2/2) of
+//                keys, with a, b, h and P for each key head or one set for all (`KeyForm`).
+//             Features of 1 and 2 are called "ready". They are f32; those of 2 may also be bf16.
+//   METRIC    Whether there is a P, with MAP 3 only; 0 if it is not given.
+//   DIM, FEATURES, VALUES   The sizes of a query, of its features and of a value.
+//   SLICE     The values that one block takes, a multiple of 16.
+//   CHUNK     The most tokens of a chunk: 16, 32 or 64.
+//   CAUSAL    1: a query sees the keys up to its own. 0: it sees all keys.
+//   GATED     Whether there are forget gates; only with CAUSAL.
+//   STORAGE   What tensors hold; see tile.cuh.
+//   LOGS      Whether a row of outputs has the logarithm of its denominator after its values; only
+//             with f32 and positive features. 0 if it is not given.
+//   PARTIAL   Whether gradients are parts in f32 that are still to be added up; 0 if it is not
+//             given.
 
 #ifndef PERFORMER_FAVOR
 #define PERFORMER_FAVOR

@@ -6,23 +6,28 @@
 //
 //     d logarithm(q)_r = w_r (g.S_r + e n_r)
 //     d logarithm(k)_r = f_r (v.R_r + m_r),  dv = sum_r f_r R_r
-//     [R, m] = sum of w [g, e] over later queries
+//     [R, m] = sum of w [g, e] over the queries that see the key, its own token's among them
 //
-// The two have one form: the reader's rows [y', u'] meet the builder's sums of [y, u], and KEYS
-// says which side reads. Of the forward pass L is kept; the sums before each segment where there
-// are several; 1/denominator of signed features, by which g comes multiplied; and for half types in
-// several slices the outputs before rounding. For keys the scan runs from the last token to the
-// first.
+// The two have one form: the reader's rows [y', u'] meet the builder's sums of [y, u]. Keys read
+// where KEYS is true, and queries where it is false. For keys the scan runs from the last token to
+// the first. The forward pass keeps
+//
+//   - L;
+//   - the sums before each segment, where there are several;
+//   - 1/denominator, with signed features: g is multiplied by it when it is loaded;
+//   - the outputs before rounding, for half types where values are in several slices.
 //
 // With LOGS, L itself has a gradient l, which stands after g in a row of OUT_WIDTH numbers. Since
 // d L = sum_r w_r n_r d logarithm(q)_r, it is added to e and to nothing else.
 //
 // With gates, between a reader's row and a builder's stands the same factor whichever side reads,
-// so both scans forget alike, each in its own order. A gate enters by the logarithms of keys alone:
+// so both scans forget alike, each in its own order. A gate shifts the logarithms of keys, and L
+// itself, which is counted at the query's own token:
 //
 //     factor_j = sum_r d logarithm(k_j)_r - l_j,  d gate_t = -sum_{j >= t} factor_j
 //
-// Without l, what a query adds to the factors of all its keys is zero in sum; with it, that is l.
+// To the sums over r of all keys that it sees, a query adds l in all (0 without LOGS). Its own
+// factor has -l, so the factors of a sequence add up to zero.
 //
 //   queries read: q (C, DIM), g (C, V), S (F, V), norm (F) -> d (C, F) -> dq (C, DIM), and e (C)
 //   keys read:    k (C, DIM), v (C, V), R (F, V), m (F)    -> dv (C, V), d (C, F) -> dk (C, DIM)

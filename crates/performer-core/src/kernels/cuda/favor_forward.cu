@@ -1,5 +1,6 @@
 // FAVOR, forward: `out = sum_j f(q).f(k_j) v_j / sum_j f(q).f(k_j)`, causal or over all keys
-// (CAUSAL).
+// (CAUSAL). f are the features of a query or key. favor.cuh explains them, the macros, and the
+// terms builder, reader, scale and record.
 //
 // A block has one query head, one slice of the values and one segment of the tokens, and takes one
 // chunk after the other. Where there are several segments, or all keys are seen, `favor_sums` has

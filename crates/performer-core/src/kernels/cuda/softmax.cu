@@ -5,8 +5,8 @@
 // order.
 //
 // With forget gates, scores are shifted by what is forgotten from key to query. The sums of ds over
-// the keys of each query, and over the queries of each key, are results too, which softmax_gates.cu
-// makes the gradients of gates of.
+// the keys of each query, and over the queries of each key, are then results too: softmax_gates.cu
+// computes the gradients of the gates from them.
 //
 // With a window, steps of keys that no query of a block sees are left out, and so are steps of
 // queries that see no key of a block: time is proportional to tokens times the window.
@@ -16,13 +16,14 @@
 //   forward:   q (R, D), k (K, D) -> scores log2(e) q.k/sqrt(DIM) (R, K)
 //              scores             -> weights 2^(score - maximum) (R, K)
 //              weights, v (K, V)  -> numerators (R, V), denominators (R) -> out (R, V), logs (R)
-//   g, out     -> delta = g.out (R), by softmax_delta; less the gradient of the logarithm of the
-//                 denominator where that is a result too, since its gradient by a score is p
+//   g, out     -> delta = g.out - h (R), by softmax_delta; h is the gradient of the logarithm of
+//                 the denominator, 0 where that is no result. The derivative of that logarithm
+//                 with respect to a score is p, so h adds p h to ds.
 //   backward:  q, k, logs         -> weights p = 2^(score - log)
 //              g (R, V), v, delta -> ds = p (g v^T - delta)
 //              ds, k, q, p, g     -> dq = ds k/sqrt(DIM), dk = ds^T q/sqrt(DIM), dv = p^T g
 //
-// For f32, and for half types where heads are larger than those of softmax_half.cu.
+// These kernels are for f32, and for half types where heads are too large for softmax_half.cu.
 
 // Tiles of f32 are twice as large, so its blocks are half as large.
 #if STORAGE == 0
@@ -46,7 +47,7 @@ struct Shared {
     // The weights of rows, or their gradients; each warp has its own rows.
     alignas(16) Operand weights[R][K + PAD];
     // For each key: 0, or -inf where it is hidden. For each query: the logarithm of its
-    // denominator, and g.out.
+    // denominator, and delta.
     float hidden[R], log[R], delta[R];
 #if GATED
     GateSum of_rows[R], of_columns[K];
@@ -65,12 +66,13 @@ template <int ROWS, int COLUMNS>
 __device__ void load_all(Operand* to, Rows<const Stored> from, Span span, int width) {
     load_rows<ROWS, COLUMNS, 1>(to, COLUMNS + PAD, 0, from, span, 0, width, [](int) { return 1.0f; });
 }
-// Whether the sums over queries, of keys and of values, fit the registers twice.
+// Whether the registers of a block that computes dk and dv have room for both and, beside them, for
+// the product that add_far computes apart.
 constexpr bool NARROW = D + V <= 128;
 
 // Computes sums += A B, A (R, depth) and B (depth, columns) in shared memory. If APART, the product
-// comes to the sums by additions in f32: tensor cores cut off what they add up, and a sequence is
-// long.
+// of this call is computed by itself and then added to the sums in f32: tensor cores truncate what
+// they accumulate, so sums that stayed in them over a long sequence would shrink.
 template <bool APART, class T>
 __device__ void add_far(T& sums, const Operand* left, int left_stride, const Operand* right, int right_stride, int depth) {
     if (!APART) return sums.template add<false, false>(left, left_stride, right, right_stride, depth);

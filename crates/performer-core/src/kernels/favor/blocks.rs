@@ -1,7 +1,7 @@
 //! How the CUDA kernels divide FAVOR into thread blocks, chunks and segments: by the sizes of the
-//! problem and the shared memory of a thread block. The caller counts a card with more of it than
-//! an A100 as an A100, so all such cards divide a problem alike; cards with less may take smaller
-//! slices and chunks, and then their results are rounded otherwise.
+//! problem and the shared memory that a thread block may have. Where a card allows more than an
+//! A100, the caller gives that of an A100, so that all such cards divide a problem alike. Cards
+//! that allow less may take smaller slices and chunks; then their results are rounded otherwise.
 
 use std::fmt;
 

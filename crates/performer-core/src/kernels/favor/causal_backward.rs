@@ -2,9 +2,11 @@
 //!
 //! Let `g` be the gradients of the outputs `o`, `den` the denominators and `h` the gradients of
 //! their logarithms (0 where these are not returned): `dn_t = g_t/den_t` and
-//! `e_t = (h_t − g_t·o_t)/den_t`. A scan in the order of the tokens carries `S`, as the forward
-//! pass did, and gives `dφ(q_t) = S_t [dn_t, e_t]`; a scan in reverse carries
-//! `R_j = Σ_{t≥j} φ(q_t) [dn_t, e_t]ᵀ` and gives `dφ(k_j) = R_j [v_j, 1]` and `dv_j = R_jᵀ φ(k_j)`.
+//! `e_t = (h_t − g_t·o_t)/den_t`. A scan in the order of the tokens carries
+//! `[S_t, z_t] = Σ_{j≤t} φ(k_j) [v_j, 1]ᵀ`, as the forward pass did, and gives
+//! `dφ(q_t) = S_t dn_t + e_t z_t`; a scan in reverse carries
+//! `[R_j, r_j] = Σ_{t≥j} φ(q_t) [dn_t, e_t]ᵀ` and gives `dφ(k_j) = R_j v_j + r_j` and
+//! `dv_j = R_jᵀ φ(k_j)`. `S` and `R` are `(F, Dv)`, `z` and `r` are `(F)`.
 //!
 //! Both scans need the features of every chunk. So the tokens are taken in segments, the last one
 //! first: the scan over a segment's queries begins with the sums that the forward pass kept there,

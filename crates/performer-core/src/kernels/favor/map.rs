@@ -21,11 +21,14 @@ use super::{
 /// `Map` says where features come from.
 #[derive(Clone, Debug)]
 pub(crate) enum Map {
-    /// Positive or hyperbolic features, computed from rows of queries and keys.
+    /// Positive features `F^-½ e^{ω_r·x − ‖x‖²/2}` with `x = D^-¼ q` (Choromanski et al. 2020,
+    /// Lemma 1), hyperbolic ones (with `±ω_r`), or fitted and trained ones, computed from rows of
+    /// queries and keys.
     Exponential(Arc<Exponential>),
-    /// ReLU features, computed from rows of queries and keys.
+    /// ReLU features `M^-½ max(ω_r·x, 0) + ε`, computed from rows of queries and keys.
     Rectified(Arc<Rectified>),
-    /// Polynomial features of the second degree, computed from rows of queries and keys.
+    /// Polynomial features of the second degree, with the kernel `1 + z + c z²` of `z = q·k/√D`,
+    /// computed from rows of queries and keys.
     Quadratic(Arc<Quadratic>),
     /// The rows are log-features already: `(.., F)`.
     Log {
@@ -162,6 +165,7 @@ impl Map {
                         turned
                     }
                 };
+                // The offset is ‖x‖²/2 + ln(F)/2, or with a metric ‖Px‖²/2 + ln(F)/2.
                 column_squares(simd, squared, CHUNK, &mut offset[..width]);
                 affine(simd, &mut offset[..width], e.norm(), 0.5 * (e.features() as f32).ln());
                 add(simd, &mut offset[..width], &hidden[..width]);

@@ -1,6 +1,8 @@
-//! FAVOR attention on the CPU as one fused operation: features, prefix sums and normalisation in
-//! one pass over `q`, `k` and `v`, and a backward pass that computes the features again instead of
-//! keeping them. Neither the features of all tokens `(T, F)` nor scores `(T, T)` are stored.
+//! FAVOR attention (Choromanski et al. 2020) on the CPU as one fused operation:
+//! `out_i = Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j)`, over `j ≤ i` where it is causal. Features,
+//! prefix sums and normalisation take one pass over `q`, `k` and `v`. The backward pass computes
+//! the features again instead of keeping them. Neither the features of all tokens `(T, F)` nor
+//! scores `(T, T)` are stored.
 //!
 //! Arithmetic is f32; tensors may be f32, f16 or bf16, with any strides between rows. Heads run
 //! side by side on Rayon's threads; the numbers of a head do not depend on how many threads there

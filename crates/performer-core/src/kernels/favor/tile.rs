@@ -1,8 +1,9 @@
 //! `Tile` is one chunk of a key head in working memory, on the CPU, with the steps that the forward
 //! and backward passes over a head are made of: it loads keys and values, turns the log-features
-//! `l(k)` of keys into weights `e^{l − c}`, where `c` is the scale of the sums, and multiplies
-//! weights, values and sums. In a causal chunk, `c` is the largest log-feature of all keys before
-//! the chunk and of its first key; without a causal mask, that of all keys read so far.
+//! `l_r(k)` of keys into weights `e^{l_r − c_r}`, where `c_r` is the scale of feature `r` in the
+//! sums, and multiplies weights, values and sums. In a causal chunk, `c_r` is the largest `l_r` of
+//! all keys before the chunk and of its first key; without a causal mask, that of all keys read so
+//! far. Signed features have one scale `c` for all. The equations are in `mod.rs`.
 
 use pulp::Simd;
 
