@@ -13,10 +13,10 @@ use std::{
 use candle_core::DType;
 use half::{bf16, f16};
 
-/// Options of the compiler. With `-O2` compiling takes nearly twice as long, which is more than
-/// these small problems gain.
+/// Options of the compiler. With `-O1` compiling takes nearly twice as long, and with `-O2` nearly
+/// four times, which is more than these small problems gain.
 const OPTIONS: [&str; 6] =
-    ["-std=c++17", "-O1", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-attributes", "-o"];
+    ["-std=c++17", "-Og", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-attributes", "-o"];
 /// With these, accesses of 16 bytes that are not aligned end the program.
 const ALIGNMENT: [&str; 2] = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"];
 /// With these, races end the program; see `cuda_host/races.h`.
