@@ -91,7 +91,15 @@ pub(crate) fn write_with_digest(
 /// If the file is no safetensors file, or its digest is that of other bytes.
 pub(crate) fn check_digest(bytes: &[u8]) -> Result<()> {
     let (length, header) = SafeTensors::read_metadata(bytes)?;
-    let Some(told) = header.metadata().as_ref().and_then(|metadata| metadata.get(DIGEST_KEY)) else { return Ok(()) };
+    let Some(metadata) = header.metadata() else { return Ok(()) };
+    let Some(told) = metadata.get(DIGEST_KEY) else {
+        // Its name may be among what was damaged, where this program wrote the file.
+        let is_digest = |text: &String| text.len() == NO_DIGEST.len() && text.bytes().all(|b| b.is_ascii_hexdigit());
+        if metadata.contains_key(super::DIGESTS_KEY) && metadata.values().any(is_digest) {
+            bail!("its digest does not have the name {DIGEST_KEY}");
+        }
+        return Ok(());
+    };
     let (header, data) = bytes.split_at(8 + length);
     let entry = format!("\"{DIGEST_KEY}\":\"{told}\"");
     let place = memchr::memmem::find(header, entry.as_bytes()).filter(|_| told.len() == NO_DIGEST.len());
@@ -218,6 +226,14 @@ mod tests {
         for length in 0..bytes.len() {
             assert!(check_digest(&bytes[..length]).is_err(), "{length} bytes");
         }
+        // In a file with the mark of this program the digest must have its name.
+        let ours = BTreeMap::from([(super::super::DIGESTS_KEY.to_owned(), "{}".to_owned())]);
+        let mut marked = Vec::new();
+        write_with_digest(&mut marked, &tensors, &ours)?;
+        assert_eq!(read(&marked)?, whole);
+        let at = memchr::memmem::find(&marked, DIGEST_KEY.as_bytes()).unwrap();
+        marked[at] ^= 1;
+        assert!(read(&marked).is_err());
         // Files without a digest are read as they are.
         let mut plain = Vec::new();
         write_safetensors(&mut plain, &tensors, &metadata)?;

@@ -1,35 +1,29 @@
-//! These tests run the program as a user does, on the embedded sample.
+//! These tests run the program as a user does, on a short text or the embedded sample.
 
 use std::path::Path;
 
 use serde_json::Value;
 
-use super::program::{command, fails, json, performer};
+use super::program::{SHORT, command, fails, json, performer};
 
-const SMALL: [&str; 8] = ["--data", "sample", "--max-steps", "2", "--context", "16", "--batch-size", "4"];
+const SMALL: [&str; 8] = ["--data", SHORT, "--max-steps", "2", "--context", "16", "--batch-size", "4"];
 
 fn train<'a>(extra: &[&'a str]) -> Vec<&'a str> {
-    let mut args = vec!["train"];
-    args.extend(SMALL);
-    args.extend(extra);
-    args
+    [&["train"], &SMALL[..], extra].concat()
+}
+
+/// As [`train`], on all of the sample.
+fn train_on_sample<'a>(extra: &[&'a str]) -> Vec<&'a str> {
+    [&["train", "--data", "sample"], &SMALL[2..], extra].concat()
 }
 
 #[test]
 fn train_eval_generate() {
     let dir = tempfile::tempdir().unwrap();
-    let report = json(&performer(dir.path(), &train(&["--attention", "favor:m=16", "--out", "run", "--json"])));
-    for key in [
-        "attention",
-        "seed",
-        "params",
-        "val_loss",
-        "perplexity",
-        "bits_per_byte",
-        "epoch_seconds",
-        "tokens_per_second",
-        "corpus",
-    ] {
+    let words = train_on_sample(&["--attention", "favor:m=16", "--out", "run", "--json"]);
+    let report = json(&performer(dir.path(), &words));
+    let losses = ["val_loss", "perplexity", "bits_per_byte"];
+    for key in losses.iter().chain(&["attention", "seed", "params", "epoch_seconds", "tokens_per_second", "corpus"]) {
         assert!(report.get(key).is_some(), "{key} is missing in {report}");
     }
     assert_eq!((&report["attention"], &report["corpus"]), (&"favor".into(), &"sample".into()));
@@ -319,7 +313,7 @@ fn a_hybrid_is_trained_shown_and_evaluated_with_its_features_off() {
     let dir = tempfile::tempdir().unwrap();
     let run = |args: &[&str]| performer(dir.path(), args);
     let hybrid = "favor:m=8,window=4,sinks=1+softmax/2";
-    let report = json(&run(&train(&["--attention", hybrid, "--json"])));
+    let report = json(&run(&train_on_sample(&["--attention", hybrid, "--json"])));
     assert_eq!((&report["attention"], &report["attention_spec"]), (&"hybrid".into(), &hybrid.into()));
     assert_eq!(report["key"]["model"]["attention_by_layer"]["1"]["kind"], "softmax");
     assert_eq!(report["state_grows"], true);
@@ -547,7 +541,7 @@ fn bench_measures_trained_models_that_are_alike() {
     new("exact", &["--attention", "softmax:gate"]);
     new("linear", &["--attention", "favor:m=8,gate"]);
     new("other", &["--attention", "softmax", "--preset", "code"]);
-    let text = ["--data", "sample", "--context", "16", "--batch-size", "4"];
+    let text = ["--data", SHORT, "--context", "16", "--batch-size", "4"];
     let bench = |from: &[&'static str]| {
         let from: Vec<&str> = from.iter().flat_map(|model| ["--from", model]).collect();
         performer(dir.path(), &[&["bench", "train", "--steps", "2", "--json"][..], &text, &from].concat())

@@ -14,7 +14,7 @@ use performer_lm::{
 };
 use serde_json::Value;
 
-use super::ranks;
+use super::{program::SHORT, ranks};
 
 /// A small model, and two steps of its training.
 fn recipe() -> Result<(ModelConfig, TrainingConfig)> {
@@ -38,7 +38,7 @@ fn a_comparison_that_is_stopped_keeps_every_result() -> Result<()> {
             seeds: vec![1, 2],
             learning_rates: Vec::new(),
             out: folder.path(),
-            data: "sample".into(),
+            data: SHORT.into(),
             device: Device::Cpu,
             threads: 1,
             stop: &AtomicBool::new(stop),
@@ -86,7 +86,7 @@ fn a_rate_is_chosen_by_the_first_seed() -> Result<()> {
             seeds: seeds.to_vec(),
             learning_rates: vec![1e-4, 1e-2],
             out: &folder.path().join(out),
-            data: "sample".into(),
+            data: SHORT.into(),
             device: Device::Cpu,
             threads: 1,
             stop: &AtomicBool::new(false),
@@ -122,7 +122,7 @@ fn an_ablation_goes_on_without_what_diverges() -> Result<()> {
         features: vec![2],
         runs: folder.path(),
         is_kept: true,
-        data: "sample".into(),
+        data: SHORT.into(),
         device: Device::Cpu,
         threads: 2,
         stop: &AtomicBool::new(false),

@@ -7,11 +7,11 @@ use candle_core::{Device, Tensor};
 use performer_lm::train::Checkpoint;
 use serde_json::Value;
 
-use super::program::{fails, json, performer};
+use super::program::{SHORT, fails, json, performer};
 
 const SMALL: [&str; 12] = [
     "--data",
-    "sample",
+    SHORT,
     "--context",
     "16",
     "--batch-size",
@@ -65,10 +65,10 @@ fn tensors_that_the_config_has_no_place_for_are_named() {
     config["bias"] = false.into();
     fs::write(&path, config.to_string()).unwrap();
     for command in [
-        &["eval", "run", "--data", "sample"][..],
+        &["eval", "run", "--data", SHORT][..],
         &["generate", "run"],
         &["export", "run", "--out", "hf"],
-        &["convert", "run", "--attention", "favor:m=4,map=learned", "--data", "sample", "--out", "student"],
+        &["convert", "run", "--attention", "favor:m=4,map=learned", "--data", SHORT, "--out", "student"],
     ] {
         fails(&performer(dir.path(), command), &["the weights hold model.layers.0.mlp.down_proj.bias", "no place"]);
     }

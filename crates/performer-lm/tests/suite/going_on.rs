@@ -5,7 +5,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use super::program::{command, fails, json, performer};
+use super::program::{SHORT, command, fails, json, performer};
 
 const SMALL: [&str; 8] = ["--context", "16", "--batch-size", "4", "--attention", "softmax", "--vocab-size", "300"];
 
@@ -13,8 +13,8 @@ const SMALL: [&str; 8] = ["--context", "16", "--batch-size", "4", "--attention",
 fn equal_trainings_give_equal_files() {
     let dir = tempfile::tempdir().unwrap();
     let run = |args: &[&str]| performer(dir.path(), args);
-    let train = |out| [&["train", "--data", "sample", "--max-steps", "3", "--out", out], &SMALL[..]].concat();
-    let convert = ["convert", "one", "--attention", "favor:m=4,map=learned", "--data", "sample"];
+    let train = |out| [&["train", "--data", SHORT, "--max-steps", "3", "--out", out], &SMALL[..]].concat();
+    let convert = ["convert", "one", "--attention", "favor:m=4,map=learned", "--data", SHORT];
     let tiny = ["--transfer-steps", "2", "--calibrate-tokens", "64", "--measure-tokens", "64", "--out"];
     for out in ["one", "two"] {
         assert!(run(&train(out)).status.success());
@@ -72,11 +72,10 @@ fn a_run_goes_on_from_another_folder() {
 fn a_finished_model_is_trained_further_from_its_weights() {
     let dir = tempfile::tempdir().unwrap();
     let run = |args: &[&str]| performer(dir.path(), args);
-    let begin =
-        ["train", "--data", "sample", "--max-steps", "30", "--learning-rate", "0.01", "--out", "first", "--json"];
+    let begin = ["train", "--data", SHORT, "--max-steps", "30", "--learning-rate", "0.01", "--out", "first", "--json"];
     let first = json(&run(&[&begin[..], &SMALL].concat()));
     let further = |more: &[&str]| {
-        let words = ["train", "--from", "first", "--data", "sample", "--batch-size", "4", "--schedule", "constant"];
+        let words = ["train", "--from", "first", "--data", SHORT, "--batch-size", "4", "--schedule", "constant"];
         run(&[&words[..], more].concat())
     };
     let before = fs::read(dir.path().join("first/model.safetensors")).unwrap();
@@ -101,7 +100,7 @@ fn a_finished_model_is_trained_further_from_its_weights() {
 fn a_text_beyond_the_models_positions_is_said_before_it_is_printed() {
     let dir = tempfile::tempdir().unwrap();
     let run = |args: &[&str]| performer(dir.path(), args);
-    let train = ["train", "--data", "sample", "--max-steps", "1", "--out", "run"];
+    let train = ["train", "--data", SHORT, "--max-steps", "1", "--out", "run"];
     assert!(run(&[&train[..], &SMALL].concat()).status.success());
     let long = "Once upon a time there was a hen. ".repeat(9);
     let refused = run(&["generate", "run", "--prompt", &long]);

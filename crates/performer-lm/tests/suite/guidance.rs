@@ -2,10 +2,10 @@
 
 use std::{fs, io::Write, path::Path, process::Stdio};
 
-use super::program::{command, fails, performer};
+use super::program::{SHORT, command, fails, performer};
 
 const SMALL: [&str; 10] =
-    ["--data", "sample", "--max-steps", "2", "--context", "16", "--batch-size", "4", "--vocab-size", "300"];
+    ["--data", SHORT, "--max-steps", "2", "--context", "16", "--batch-size", "4", "--vocab-size", "300"];
 
 /// Runs a command that has to succeed, and returns what it prints and what it says.
 fn printed_and_said(dir: &Path, args: &[&str]) -> [String; 2] {
@@ -31,7 +31,7 @@ fn a_finished_run_is_known_as_one() {
     assert!(!said.contains("no result yet"), "{said}");
     // Without its report the run had been stopped after its last step.
     fs::remove_file(dir.path().join("run/metrics.json")).unwrap();
-    let [_, said] = printed_and_said(dir.path(), &["eval", "run", "--data", "sample", "--max-tokens", "20"]);
+    let [_, said] = printed_and_said(dir.path(), &["eval", "run", "--data", SHORT, "--max-tokens", "20"]);
     assert!(said.contains("the training in run has no result yet: these are its weights after step 2"), "{said}");
     fails(&performer(dir.path(), &train), &["run holds a model already", "--resume run", "--overwrite"]);
     let [_, said] = printed_and_said(dir.path(), &["train", "--resume", "run"]);
@@ -74,7 +74,7 @@ fn a_comparison_says_how_much_there_is_to_do() {
     fs::write(dir.path().join("text"), &include_str!("../../assets/sample.txt")[..30_000]).unwrap();
     let before = fs::read(dir.path().join("out/compare.json")).unwrap();
     let other = ["compare", "--attention", "uniform", "--seeds", "1", "--out", "out"];
-    for (old, new, what) in [("sample", "text", "on other data, sample"), ("16", "8", "of another model")] {
+    for (old, new, what) in [(SHORT, "text", "on other data, file:short.txt"), ("16", "8", "of another model")] {
         let small = SMALL.map(|word| if word == old { new } else { word });
         let refused = performer(dir.path(), &[&other[..], &small].concat());
         fails(&refused, &[&format!("out holds a comparison {what}"), "choose another folder"]);
@@ -88,7 +88,7 @@ fn a_comparison_says_how_much_there_is_to_do() {
     }
     let on = |text: &str, attention: &str| {
         let words = ["compare", "--attention", attention, "--seeds", "1", "--out", "out2"];
-        performer(dir.path(), &[&words[..], &SMALL.map(|word| if word == "sample" { text } else { word })].concat())
+        performer(dir.path(), &[&words[..], &SMALL.map(|word| if word == SHORT { text } else { word })].concat())
     };
     assert!(on("one/text", "softmax").status.success());
     assert!(on("two/text", "uniform").status.success());
@@ -110,7 +110,7 @@ fn runs_are_counted_with_all_rates_of_the_first_seed() {
         &SMALL,
     ]
     .concat();
-    *words.iter_mut().find(|word| **word == "sample").unwrap() = "data";
+    *words.iter_mut().find(|word| **word == SHORT).unwrap() = "data";
     let [_, said] = printed_and_said(dir.path(), &words);
     for run in [
         "1 of 8: softmax, seed 1, learning rate 1e-3",
@@ -128,7 +128,7 @@ fn a_student_below_its_teacher_is_explained() {
     let dir = tempfile::tempdir().unwrap();
     printed_and_said(dir.path(), &[&["train", "--attention", "softmax", "--out", "teacher"], &SMALL[..]].concat());
     let convert = [
-        &["convert", "teacher", "--attention", "softmax:window=4", "--data", "sample", "--measure-tokens", "500"][..],
+        &["convert", "teacher", "--attention", "softmax:window=4", "--data", SHORT, "--measure-tokens", "500"][..],
         &["--tune-steps", "20", "--tune-rate", "1e-2", "--recall", "0"],
     ]
     .concat();
@@ -141,7 +141,7 @@ fn a_student_below_its_teacher_is_explained() {
     let rough = SMALL.map(|word| if word == "2" { "6" } else { word });
     let rate = ["--learning-rate", "0.1", "--seed", "1"];
     printed_and_said(dir.path(), &[&["train", "--attention", "softmax", "--out", "rough"], &rough[..], &rate].concat());
-    let swap = ["convert", "rough", "--attention", "uniform", "--data", "sample", "--measure-tokens", "500", "--json"];
+    let swap = ["convert", "rough", "--attention", "uniform", "--data", SHORT, "--measure-tokens", "500", "--json"];
     let swap = [&swap[..], &["--transfer-steps", "0", "--recall", "0", "--out", "swapped"]].concat();
     let [report, said] = printed_and_said(dir.path(), &swap);
     let report: serde_json::Value = serde_json::from_str(&report).unwrap();

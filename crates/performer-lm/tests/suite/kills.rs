@@ -3,11 +3,11 @@
 
 use std::{fs, path::Path, process::Stdio, time::Duration};
 
-use super::program::{command, performer};
+use super::program::{SHORT, command, performer};
 
 const SETTINGS: [&str; 16] = [
     "--data",
-    "sample",
+    SHORT,
     "--context",
     "16",
     "--batch-size",

@@ -5,9 +5,9 @@ use std::fs;
 
 use serde_json::Value;
 
-use super::program::{fails, json, performer};
+use super::program::{SHORT, fails, json, performer};
 
-const SMALL: [&str; 8] = ["--data", "sample", "--context", "16", "--batch-size", "4", "--vocab-size", "300"];
+const SMALL: [&str; 8] = ["--data", SHORT, "--context", "16", "--batch-size", "4", "--vocab-size", "300"];
 
 fn train<'a>(steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     [&["train", "--max-steps", steps], &SMALL[..], more].concat()
@@ -18,9 +18,9 @@ fn sizes_beyond_all_reason_are_refused_or_do_no_harm() {
     let dir = tempfile::tempdir().unwrap();
     let run = |args: &[&str]| performer(dir.path(), args);
     fails(&run(&["--threads", "100000", "man"]), &["--threads is 100000", "at most"]);
-    let vocabulary = ["train", "--data", "sample", "--vocab-size", "1000000000"];
+    let vocabulary = ["train", "--data", SHORT, "--vocab-size", "1000000000"];
     fails(&run(&vocabulary), &["1000000000", "larger than any model's"]);
-    let context = ["train", "--data", "sample", "--vocab-size", "300", "--context", "16777216"];
+    let context = ["train", "--data", SHORT, "--vocab-size", "300", "--context", "16777216"];
     fails(&run(&context), &["fewer than one batch"]);
 
     for (option, size) in [("--length", "length"), ("--pairs", "pairs")] {
@@ -46,7 +46,7 @@ fn sizes_beyond_all_reason_are_refused_or_do_no_harm() {
     let epochs = ["--attention", "softmax", "--epochs", "18446744073709551615", "--out", "epochs", "--json"];
     assert_eq!(json(&run(&train("2", &epochs)))["steps"], 2);
 
-    let convert = ["convert", "four", "--attention", "favor:m=4,map=learned", "--data", "sample", "--out", "student"];
+    let convert = ["convert", "four", "--attention", "favor:m=4,map=learned", "--data", SHORT, "--out", "student"];
     let adapted = ["--tune-steps", "2", "--adapters", "1000000000000"];
     let refused = run(&[&convert[..], &adapted].concat());
     fails(&refused, &["adapters of rank 1000000000000"]);
@@ -188,7 +188,7 @@ fn a_training_that_diverges_says_so_wherever_it_shows() {
 #[test]
 fn options_that_do_nothing_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let convert = ["convert", "there-is-none", "--data", "sample"];
+    let convert = ["convert", "there-is-none", "--data", SHORT];
     for (more, word) in [
         (&["--layer-costs", "--tune-steps", "3"][..], "--tune-steps"),
         (&["--layer-costs", "--out", "o"], "--out"),
@@ -200,7 +200,7 @@ fn options_that_do_nothing_are_refused() {
     }
     let teacher = train("1", &["--attention", "softmax", "--out", "teacher"]);
     assert!(performer(dir.path(), &teacher).status.success());
-    let convert = ["convert", "teacher", "--data", "sample", "--out", "o"];
+    let convert = ["convert", "teacher", "--data", SHORT, "--out", "o"];
     for (more, word) in [
         (&["--control"][..], "--control belongs to fine-tuning"),
         (&["--tune-rate", "1e-3"], "give --tune-steps too"),
@@ -234,13 +234,13 @@ fn options_that_do_nothing_are_refused() {
         (&["--tokenizer", "tokenizer.json", "--vocab-size", "300"], &["--vocab-size: the tokenizer of --tokenizer"]),
         (&["--max-steps", "0"], &["--max-steps is 0; it must be at least 1"]),
     ] {
-        let without_steps = ["train", "--data", "sample", "--out", "none"];
+        let without_steps = ["train", "--data", SHORT, "--out", "none"];
         fails(&performer(dir.path(), &[&without_steps[..], more].concat()), words);
         assert!(!dir.path().join("none").exists());
     }
     // Of two attentions one has a use for it.
     let one_of_two = ["bench", "train", "--attention", "softmax", "--attention", "favor:m=8", "--redraw-every", "2"];
-    let short = ["--steps", "1", "--context", "16", "--batch-size", "2", "--data", "sample"];
+    let short = ["--steps", "1", "--context", "16", "--batch-size", "2", "--data", SHORT];
     assert!(performer(dir.path(), &[&one_of_two[..], &short].concat()).status.success());
     for option in ["--epochs", "--max-steps", "--eval-every", "--save-every"] {
         let args = [&["bench", "train", "--attention", "softmax", option, "2"][..], &short].concat();
@@ -255,10 +255,10 @@ fn numbers_out_of_range_are_named_by_their_option() {
     let dir = tempfile::tempdir().unwrap();
     let run = |args: &[&str]| performer(dir.path(), args);
     assert!(run(&train("1", &["--attention", "softmax", "--out", "run"])).status.success());
-    fails(&run(&["eval", "run", "--data", "sample", "--max-tokens", "0"]), &["--max-tokens is 0", "at least 1"]);
+    fails(&run(&["eval", "run", "--data", SHORT, "--max-tokens", "0"]), &["--max-tokens is 0", "at least 1"]);
     for count in [1, 5, 17, 1000] {
         let count_text = count.to_string();
-        let eval = json(&run(&["eval", "run", "--data", "sample", "--max-tokens", &count_text, "--json"]));
+        let eval = json(&run(&["eval", "run", "--data", SHORT, "--max-tokens", &count_text, "--json"]));
         assert_eq!(eval["tokens"], count);
     }
     // This is found out before the text is looked for.
@@ -269,7 +269,7 @@ fn numbers_out_of_range_are_named_by_their_option() {
         &["--windows is 0", "at least 1"],
     );
     fails(
-        &run(&["lab", "error", "--quick", "--checkpoint", "none", "--data", "sample"]),
+        &run(&["lab", "error", "--quick", "--checkpoint", "none", "--data", SHORT]),
         &["--data belongs to the heads"],
     );
     for option in ["--windows", "--calibrate-tokens"] {
@@ -277,12 +277,12 @@ fn numbers_out_of_range_are_named_by_their_option() {
         fails(&run(&none), &[option, "belongs to the heads"]);
     }
     for rates in ["0,1e-3", "nan"] {
-        fails(&run(&["compare", "--data", "sample", "--learning-rates", rates]), &["--learning-rates is", "above 0"]);
+        fails(&run(&["compare", "--data", SHORT, "--learning-rates", rates]), &["--learning-rates is", "above 0"]);
     }
-    let inspect = ["convert", "run", "--inspect", "--attention", "favor:m=4", "--data", "sample"];
+    let inspect = ["convert", "run", "--inspect", "--attention", "favor:m=4", "--data", SHORT];
     fails(&run(&[&inspect[..], &["--calibrate-tokens", "0"]].concat()), &["--inspect fits features", "at least 1"]);
     for attention in ["favor:m=4,key-dim=8", "favor:m=4,mup-scale", "favor:m=4,output-norm"] {
-        let inspect = ["convert", "run", "--inspect", "--attention", attention, "--data", "sample"];
+        let inspect = ["convert", "run", "--inspect", "--attention", attention, "--data", SHORT];
         fails(&run(&inspect), &["--inspect looks at", "leave key-dim, mup-scale and output-norm out"]);
     }
     for option in ["--tune-steps", "--measure-tokens", "--points", "--recall"] {
@@ -307,12 +307,12 @@ fn settings_of_a_file_are_not_called_by_an_option() {
     let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     config["context"] = 0.into();
     fs::write(&path, config.to_string()).unwrap();
-    let refused = run(&["eval", "run", "--data", "sample"]);
+    let refused = run(&["eval", "run", "--data", SHORT]);
     fails(&refused, &["model config: context is 0; it must be at least 1"]);
     assert!(!String::from_utf8_lossy(&refused.stderr).contains("--context"));
     // Such a file is refused whatever is typed beside it.
     for more in [&[][..], &["--context", "16"]] {
-        let words = ["train", "--data", "sample", "--config", "run/config.json", "--out", "other"];
+        let words = ["train", "--data", SHORT, "--config", "run/config.json", "--out", "other"];
         let refused = run(&[&words[..], more].concat());
         fails(&refused, &["run/config.json: model config: context is 0; it must be at least 1"]);
         assert!(!String::from_utf8_lossy(&refused.stderr).contains("--context"));
@@ -324,7 +324,7 @@ fn a_conversion_has_the_defaults_of_its_layers_and_is_measured_as_often_as_is_as
     let dir = tempfile::tempdir().unwrap();
     let run = |args: &[&str]| performer(dir.path(), args);
     assert!(run(&train("1", &["--attention", "softmax", "--out", "teacher"])).status.success());
-    let convert = ["convert", "teacher", "--data", "sample", "--measure-tokens", "64", "--json"];
+    let convert = ["convert", "teacher", "--data", SHORT, "--measure-tokens", "64", "--json"];
     // No layer has features, so nothing is fitted.
     json(&run(&[&convert[..], &["--layer", "0,1=softmax:window=8", "--out", "windows"]].concat()));
     for (steps, points, expected) in [("7", "3", 3), ("4", "8", 3)] {

@@ -32,7 +32,7 @@ use super::{
         gguf, llama2c,
         support::{SMALL, llama_config, llama_weights, word_tokenizer, write_folder, write_json},
     },
-    program::performer,
+    program::{SHORT, performer},
 };
 
 /// How often each file is mutated.
@@ -283,7 +283,7 @@ fn hugging_face_folders() {
 /// The folder of a finished training, and beside it what the program keeps of its data.
 fn trained() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
-    let train = ["train", "--data", "sample", "--context", "16", "--batch-size", "4", "--vocab-size", "300"];
+    let train = ["train", "--data", SHORT, "--context", "16", "--batch-size", "4", "--vocab-size", "300"];
     let more = ["--max-steps", "1", "--attention", "favor:m=8,window=4,gate", "--out", "run"];
     let done = performer(dir.path(), &[&train[..], &more].concat());
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));

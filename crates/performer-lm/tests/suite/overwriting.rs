@@ -8,14 +8,14 @@ use std::{
 
 use performer_lm::model::pretrained::Pretrained;
 
-use super::program::{command, fails, json, performer};
+use super::program::{SHORT, command, fails, json, performer};
 
 const SMALL: [&str; 10] =
-    ["--data", "sample", "--max-steps", "1", "--context", "16", "--batch-size", "4", "--vocab-size", "300"];
+    ["--data", SHORT, "--max-steps", "1", "--context", "16", "--batch-size", "4", "--vocab-size", "300"];
 
 /// A conversion of a few steps.
 const TINY: [&str; 8] =
-    ["--data", "sample", "--transfer-steps", "1", "--calibrate-tokens", "100", "--measure-tokens", "100"];
+    ["--data", SHORT, "--transfer-steps", "1", "--calibrate-tokens", "100", "--measure-tokens", "100"];
 
 /// The commands that write a model, each to the folder `out`, from the softmax model `teacher`.
 fn writers() -> [Vec<&'static str>; 3] {
@@ -121,7 +121,7 @@ fn no_report_outlives_its_model() {
 fn a_model_without_a_training_is_not_to_be_resumed() {
     let dir = with_teacher();
     fs::remove_file(dir.path().join("teacher/train_state.json")).unwrap();
-    let refusal = performer(dir.path(), &["train", "--data", "sample", "--out", "teacher"]);
+    let refusal = performer(dir.path(), &["train", "--data", SHORT, "--out", "teacher"]);
     fails(&refusal, &["teacher holds a model already", "--overwrite"]);
     assert!(!String::from_utf8_lossy(&refusal.stderr).contains("--resume"));
 }
@@ -389,7 +389,7 @@ fn folders_may_have_names_that_are_no_text() {
 fn a_full_disk_under_the_result_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let full = fs::File::options().write(true).open("/dev/full").unwrap();
-    let done = command(dir.path(), &["data", "inspect", "--data", "sample"]).stdout(full).output().unwrap();
+    let done = command(dir.path(), &["data", "inspect", "--data", SHORT]).stdout(full).output().unwrap();
     let error = String::from_utf8_lossy(&done.stderr).into_owned();
     assert!(!done.status.success() && error.contains("cannot write the result to stdout"), "{error}");
 }

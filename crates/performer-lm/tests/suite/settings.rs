@@ -5,9 +5,9 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::program::{command, fails, json as value, performer};
+use super::program::{SHORT, command, fails, json as value, performer};
 
-const SMALL: [&str; 6] = ["--data", "sample", "--context", "16", "--batch-size", "4"];
+const SMALL: [&str; 6] = ["--data", SHORT, "--context", "16", "--batch-size", "4"];
 
 /// A model's head has the vocabulary that is asked for, and so has the one whose steps are timed.
 #[test]
@@ -100,8 +100,9 @@ fn a_run_that_was_given_no_data_names_what_it_found() {
     // A first save that was interrupted is one that the training goes on from.
     fs::rename(dir.path().join("run/train_state.json"), dir.path().join("run/train_state.json.new")).unwrap();
     fs::remove_file(dir.path().join("run/metrics.json")).unwrap();
-    fails(&performer(dir.path(), &[&train[..], &SMALL].concat()), &["--resume run"]);
-    fails(&performer(dir.path(), &["train", "--data", "sample", "--deadline", "1e20"]), &["at most 31536000"]);
+    let same = [&train[..], &["--data", "sample"], &SMALL[2..]].concat();
+    fails(&performer(dir.path(), &same), &["--resume run"]);
+    fails(&performer(dir.path(), &["train", "--data", SHORT, "--deadline", "1e20"]), &["at most 31536000"]);
 }
 
 /// What a step multiplies by is counted, not the rows that are looked up.
