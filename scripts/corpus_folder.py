@@ -1,4 +1,4 @@
-"""Writes the files of a corpus into a folder: all of them or none, and over nobody's other files."""
+"""Writes the files of a corpus into a folder: whole ones only, and over nobody's other files."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ def write(folder, contents):
 
     A file that is there with the same bytes stays. Where one has other bytes nothing is written and
     the program ends: it may be the only copy of somebody's text. Every file is written under
-    another name first, so a full disk leaves none of them half-written.
+    another name first, so a full disk leaves none of them behind.
     """
     missing, unfinished = [], []
     try:

@@ -144,9 +144,10 @@ share() {
 into() {
     local file=$results/$1 command
     shift
-    # As it is typed in this folder with results in that one, wherever both lie.
-    command=${*//"$here/"/}
-    command=${command//"$results/"/}
+    # Neither where the folders lie, nor the time that it may take, nor the results that it is set
+    # beside make it another command.
+    command=${*//"$results/"/}
+    command=$(sed -E 's/^timeout [^ ]+ //; s/ --against [^ ]+//g' <<<"${command//"$here/"/}")
     if [ -s "$file" ]; then
         if [ -f "$file.command" ] && [ "$(cat "$file.command")" != "$command" ]; then
             echo "$file is of another command ($(cat "$file.command")): name another folder with --out" >&2

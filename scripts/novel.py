@@ -6,7 +6,8 @@ to the next line that begins with CHAPTER.
 Usage: scripts/novel.py NOVEL OUT
 
 Writes OUT/train.txt, OUT/valid.txt and OUT/test.txt, each of which is one document. The same file
-gives the same bytes. A file of one of these names with another content is refused. Needs Python 3.11 and nothing else.
+gives the same bytes. A file of one of these names with another content is refused. Needs Python
+3.11 and nothing else.
 """
 
 import pathlib

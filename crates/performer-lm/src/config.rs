@@ -450,8 +450,8 @@ pub struct TrainingConfig {
     pub fit_every: usize,
     /// Steps between validations; 0 validates after each epoch only.
     pub eval_every: usize,
-    /// Steps between checkpoints, besides those after each epoch and every ten minutes; 0 saves
-    /// these alone.
+    /// Steps between checkpoints. A run is saved after each epoch and every ten minutes too; with
+    /// 0 only then.
     pub save_every: usize,
     /// Seed of the weights, of the order of the data, and of the random features.
     pub seed: u64,

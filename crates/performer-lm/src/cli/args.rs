@@ -220,8 +220,8 @@ pub(super) struct RecipeArgs {
     /// Steps between validations; 0 after each epoch only.
     #[arg(long)]
     eval_every: Option<usize>,
-    /// Steps between checkpoints, besides those after each epoch and every ten minutes; 0 only
-    /// these.
+    /// Steps between checkpoints. A run is saved after each epoch and every ten minutes too; with
+    /// 0 only then.
     #[arg(long)]
     save_every: Option<usize>,
 }

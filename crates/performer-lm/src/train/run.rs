@@ -47,7 +47,7 @@ pub(super) use begin::require_features;
 /// Number of tokens of a validation in the middle of a run; the last validation takes all.
 const QUICK_VALIDATION_TOKENS: usize = 65_536;
 
-/// Time after which a run is saved besides where its settings say so: what a power cut loses at most.
+/// Time after which a run is saved, between two steps, besides where its settings say so.
 const SAVE_AFTER: Duration = Duration::from_secs(600);
 
 /// A flag to stop that is never set, for short runs that nobody needs to interrupt or to resume.

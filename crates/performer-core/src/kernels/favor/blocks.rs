@@ -385,9 +385,17 @@ mod tests {
     fn records_are_alike_with_gates_and_without() {
         for storage in STORAGES {
             for (dim, features) in [(16, 24), (40, 100), (64, 128), (128, 128), (128, 256), (48, 512)] {
+                let both = |most| {
+                    [false, true]
+                        .map(|gated| Blocks::choose(true, gated, storage, Computed, [dim, features, dim], most))
+                };
+                // From the least shared memory that a card has on.
+                for most in (99 << 10..CARDS[0]).step_by(1 << 10) {
+                    let [without, with] = both(most);
+                    assert_eq!(without.record(), with.record(), "{most}: {without:?}");
+                }
                 for most in CARDS {
-                    let [without, with] = [false, true]
-                        .map(|gated| Blocks::choose(true, gated, storage, Computed, [dim, features, dim], most));
+                    let [without, with] = both(most);
                     assert_eq!((without.record(), without.teams), (with.record(), with.teams), "{without:?}");
                     let backward = if with.teams { with.shared_of_teams().backward } else { with.shared_backward() };
                     assert!(with.gated && !without.gated && backward <= most, "{with:?}");
