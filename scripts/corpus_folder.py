@@ -19,7 +19,9 @@ def write(folder, contents):
             if not path.exists():
                 missing.append(name)
             elif not path.is_file() or path.read_bytes() != content:
-                sys.exit(f"error: {path} is there, and is another text: name another folder, or move it away")
+                sys.exit(
+                    f"error: {path} is there, and is another text: name another folder, or move it away"
+                )
         for name in missing:
             unfinished.append(folder / f"{name}.{os.getpid()}.new")
             unfinished[-1].write_bytes(contents[name])

@@ -150,7 +150,8 @@ into() {
     command=$(sed -E 's/^timeout [^ ]+ //; s/ --against [^ ]+//g' <<<"${command//"$here/"/}")
     if [ -s "$file" ]; then
         if [ -f "$file.command" ] && [ "$(cat "$file.command")" != "$command" ]; then
-            echo "$file is of another command ($(cat "$file.command")): name another folder with --out" >&2
+            echo "$file is of another command: name another folder with --out. The other is" >&2
+            cat "$file.command" >&2
             return 1
         fi
         echo "$file is there already" >&2

@@ -219,7 +219,8 @@ class Rehearsal:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="folder that keeps what was made, new or of an earlier rehearsal, which is replaced")
+    parser.add_argument("--out", type=pathlib.Path,
+                        help="folder that keeps what was made; what an earlier rehearsal left there is replaced")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.out.resolve() if args.out else pathlib.Path(scratch)

@@ -107,7 +107,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=7200)
     parser.add_argument("--every", type=float, default=10, help="seconds between two looks (default: 10)")
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--to-end", action="store_true", help="fail if the command has not ended by itself")
+    parser.add_argument("--to-end", action="store_true",
+                        help="fail if the command has not ended by itself")
     parser.add_argument("command", nargs="+", help="the command, after --")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ for file in "$page"/* "$page"/.[!.]*; do
         '*' | '.[!.]*' | performer_web* | snippets | models | LICENSE-*.txt | NOTICES.txt) ;;
         *)
             if ! [ -f "web/$name" ]; then
-                echo "$file is not of the page, and would be lost: move it, or choose another folder" >&2
+                echo "$file is not of the page, and would be lost: choose another folder" >&2
                 exit 1
             fi
             ;;

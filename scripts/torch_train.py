@@ -174,7 +174,9 @@ def main():
     for file, report in zip(args.against, reports):
         theirs = report.get("config", {})
         if different := [key for key in SIZES if theirs.get(key) != c[key]]:
-            parser.error(f"{file.name} is of another model than {args.preset}: they differ in {', '.join(different)}")
+            parser.error(
+                f"{file.name} is of another model than {args.preset}: they differ in {', '.join(different)}"
+            )
     ours = {p["attention_spec"]: p["tokens_per_second"] for report in reports for p in report["points"]}
     points = []
     for features in [None, *args.features]:

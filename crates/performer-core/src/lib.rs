@@ -15,7 +15,7 @@
 //! | `φ(x)` | [`features`] |
 //! | the sums and their quotient; exact softmax | [`attention`] |
 //! | `Wq, Wk, Wv, Wo` around it, and further parts | [`layer`] |
-//! | norms, rotary positions and a feed-forward layer, where Candle's pass no gradient or are missing | [`nn`] |
+//! | norms, rotary positions and a feed-forward layer, each with gradients | [`nn`] |
 //! | functions around attention, each with a gradient: norms, softmax, linear maps, losses | [`ops`] |
 //! | a backward pass without the additions to zeros that Candle's makes | [`Tape`] |
 //! | the formulas in plain f64, against which the tests compare the rest | [`mod@reference`] |

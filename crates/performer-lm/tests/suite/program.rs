@@ -7,7 +7,7 @@ use std::{
 
 use serde_json::Value;
 
-/// The first stories of the embedded sample. A model that is trained on these is measured on two
+/// Some stories of the embedded sample. A model that is trained on these is measured on two
 /// thousand characters, and one that is trained on all of the sample on a hundred thousand, which
 /// takes longer than a few steps of training.
 pub(super) const SHORT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/suite/short.txt");
