@@ -9,6 +9,7 @@ It fails if
  - memory grows while a long text is written: the program's own, or that of the page around it;
  - the page does not work after its server is gone;
  - something that takes the focus has no name, or cannot be reached with the Tab key;
+ - it cannot be stopped, or says that it is done where it was stopped;
  - a text's contrast is below 4.5, or the page is wider than a phone;
  - the browser reports an error, or a request for anything that is not the page's own.
 
@@ -75,12 +76,14 @@ class Browser:
         os.close(read_by_browser)
         os.close(written_by_browser)
         self.count, self.buffer, self.session = 0, b"", None
-        self.errors, self.requests = [], []
+        self.errors, self.requests, self.workers = [], [], 0
         pages = self.call("Target.getTargets")["targetInfos"]
         target = next(page["targetId"] for page in pages if page["type"] == "page")
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ["Page", "Runtime", "Log", "Network"]:
             self.call(f"{domain}.enable")
+        # Workers have sessions of their own, and wait at their beginning until these are listened to.
+        self.call("Target.setAutoAttach", autoAttach=True, waitForDebuggerOnStart=True, flatten=True)
 
     def message(self, until):
         while b"\0" not in self.buffer:
@@ -94,16 +97,20 @@ class Browser:
         message, self.buffer = self.buffer.split(b"\0", 1)
         return json.loads(message)
 
-    def call(self, method, **parameters):
+    def send(self, method, parameters, session):
         self.count += 1
         command = {"id": self.count, "method": method, "params": parameters}
-        if self.session:
-            command["sessionId"] = self.session
+        if session:
+            command["sessionId"] = session
         os.write(self.to, json.dumps(command).encode() + b"\0")
+        return self.count
+
+    def call(self, method, **parameters):
+        sent = self.send(method, parameters, self.session)
         until = time.monotonic() + 120
         while True:
             message = self.message(until)
-            if message.get("id") == self.count:
+            if message.get("id") == sent:
                 if "error" in message:
                     raise Failure(f"{method}: {message['error']['message']}")
                 return message["result"]
@@ -119,6 +126,10 @@ class Browser:
             self.errors.append(f"{entry['text']} {entry.get('url', '')}")
         elif message.get("method") == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
+        elif message.get("method") == "Target.attachedToTarget":
+            self.workers += 1
+            for method in ["Runtime.enable", "Network.enable", "Runtime.runIfWaitingForDebugger"]:
+                self.send(method, {}, parameters["sessionId"])
 
     def evaluate(self, expression):
         result = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
@@ -389,6 +400,46 @@ def check_access(browser, url):
     print(f"access: {len(reached)} stops of the Tab key, all named; the map says: {after}")
 
 
+def check_stops(browser, url):
+    """What somebody does who does not wait: stops, begins anew, and gives a seed that is none."""
+    state = "document.getElementById('state').textContent"
+    writing = "Number(document.getElementById('main').dataset.tokens) > 20"
+    click = "document.getElementById('%s').click()"
+
+    def begun(query):
+        browser.open(f"{url}?{query}")
+        browser.until(writing, 120)
+
+    begun("pace=full&length=100000&seed=-1")
+    require(browser.evaluate("document.getElementById('seed').value") == "0", "the seed that is shown is not used")
+    browser.evaluate("document.getElementById('seed').value = '-1'; " + click % "start")
+    browser.done(10)
+    require(browser.evaluate(state).startswith("Stopped after"), f"after a stop it says: {browser.evaluate(state)}")
+
+    # Enter in another beginning begins it.
+    begun("pace=full&length=100000&seed=1")
+    browser.evaluate("const prompt = document.getElementById('prompt'); prompt.value = 'Ben was'; prompt.focus()")
+    press(browser, "Enter", 13, "\r")
+    browser.until(f"{SHOWN}.startsWith('Ben was') && {writing}", 30)
+    browser.evaluate(click % "start")
+    browser.done(10)
+
+    # A race is stopped after one of the two has reached its end, and so is what it says.
+    begun("pace=full&length=1000&beside=1&seed=1")
+    browser.until(f"{state}.includes('still writing')", 120, every=0.02)
+    browser.evaluate(click % "start")
+    browser.done(10)
+    require(browser.evaluate(state).startswith("Stopped after"), f"a stopped race says: {browser.evaluate(state)}")
+
+    # Whoever listens is told the last sentence too, after which there is nothing.
+    browser.open(url)
+    browser.done(120)
+    said = browser.evaluate("document.getElementById('announce').textContent")
+    last = re.split(r"(?<=[.!?]) ", words(browser.evaluate(SHOWN)))[-1]
+    require(words(said).startswith(last), f"the last sentence is {last!r}, and what is told last is {said!r}")
+    print("stops: with a seed that is none, by another beginning, and in a race; the last sentence is told")
+
+
 def check_offline(browser, url, server):
     browser.until("document.getElementById('main').dataset.offline === 'ready'", 60)
     server.shutdown()
@@ -412,12 +463,15 @@ def check(page, program, tokens, floor, screenshots, profile):
         check_weights(browser)
         check_speed(browser, url, floor)
         check_access(browser, url)
+        check_stops(browser, url)
         check_looks(browser, url, screenshots)
         check_memory(browser, url, tokens)
         check_offline(browser, url, server)
         require(not browser.errors, "the browser reports: " + "; ".join(browser.errors))
         elsewhere = {r for r in browser.requests if not r.startswith((origin, "data:", "blob:", "about:"))}
         require(not elsewhere, f"the page asks for {', '.join(sorted(elsewhere))}")
+        heard = any(r.endswith(".safetensors") for r in browser.requests)
+        require(browser.workers and heard, "the requests of the workers were not heard")
     finally:
         browser.close()
 

@@ -22,6 +22,7 @@ export class Chart {
 
   clear() {
     this.series = { performer: [], softmax: [] };
+    this.describe();
     this.draw();
   }
 

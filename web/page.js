@@ -27,6 +27,7 @@ class Writer {
     this.name = name;
     this.text = new Text(article);
     this.worker = null;
+    this.loaded = false;
     this.shown = null;
   }
 
@@ -41,6 +42,7 @@ class Writer {
           $("loading").value = data.fraction;
         } else if (data.type === "ready") {
           $("loading").hidden = true;
+          this.loaded = true;
           this.worker.onmessage = ({ data }) => receive(this, data);
           resolve(data);
         } else {
@@ -52,6 +54,7 @@ class Writer {
       // The network may be back when the model is asked for again.
       this.worker?.terminate();
       this.worker = this.ready = null;
+      $("loading").hidden = true;
       throw error;
     });
     return this.ready;
@@ -80,11 +83,14 @@ function fail(error) {
 // What is asked
 
 function settings() {
-  const seed = $("seed").valueAsNumber;
+  // The seed that is shown, and kept in the address, is the one that is used.
+  const asked = $("seed").valueAsNumber;
+  const seed = Number.isInteger(asked) && asked >= 0 && asked < 2 ** 32 ? asked : 0;
+  $("seed").value = seed;
   return {
     prompt: $("prompt").value,
     temperature: $("temperature").valueAsNumber,
-    seed: Number.isInteger(seed) && seed >= 0 && seed < 2 ** 32 ? seed : 0,
+    seed,
     most: $("length").value === "story" ? 1000 : Number($("length").value),
     pastEnds: $("length").value !== "story",
     pace: $("pace").value,
@@ -125,7 +131,7 @@ async function begin() {
   delete $("main").dataset.done;
   history.replaceState(null, "", address());
   $("state").classList.remove("error");
-  $("state").textContent = writers.length > 1 && !softmax.worker ? "Loading softmax …" : "Writing …";
+  $("state").textContent = writers.length > 1 && !softmax.loaded ? "Loading softmax …" : "Writing …";
   $("start").textContent = "Stop";
   $("softmax-text").parentElement.hidden = writers.length < 2;
   $("performer-text").previousElementSibling.hidden = writers.length < 2;
@@ -256,11 +262,14 @@ function showDone(writer, data) {
   finish();
   askWeights();
   const shown = performer.shown ?? data;
-  const why = { end: "The story has ended", length: "Done", stopped: "Stopped" }[shown.reason ?? data.reason];
+  // Where the last of two models was stopped, the race was, though the other had reached its end.
+  const reason = data.reason === "stopped" ? "stopped" : shown.reason ?? data.reason;
+  const why = { end: "The story has ended", length: "Done", stopped: "Stopped" }[reason];
   const rates = [performer, softmax].filter((w) => w.shown?.id === run.id && w.shown.seconds)
     .map((w) => `${count(rateOf(w.shown))} by ${w.name === "performer" ? "the Performer" : "softmax"}`).join(", ");
   $("state").textContent = `${why} after ${tokens(shown.tokens)}${rates && `; tokens a second: ${rates}`}.`;
-  announce(`${$("state").textContent} ${$("verdict").textContent}`);
+  // The last sentence has nothing after it, by which it would have been told before.
+  announce(`${run.sentence} ${$("state").textContent} ${$("verdict").textContent}`.trim());
   $("main").dataset.done = String(run.id);
 }
 
@@ -287,6 +296,13 @@ $("form").addEventListener("submit", (event) => {
     open();
   }
 });
+$("prompt").addEventListener("keydown", (event) => {
+  // Enter in another beginning begins it. The button that the form has for it would only stop.
+  if (event.key === "Enter" && !event.isComposing && run.writing.size && performer.cacheBytesPerToken) {
+    event.preventDefault();
+    begin();
+  }
+});
 $("race").addEventListener("click", () => {
   $("length").value = RACE_TOKENS;
   $("pace").value = "full";
@@ -305,6 +321,7 @@ async function main() {
 async function open() {
   $("start").disabled = true;
   $("state").classList.remove("error");
+  $("state").textContent = "Loading the model …";
   let about;
   try {
     about = await performer.load();

@@ -219,7 +219,7 @@ impl<'a> Continuation<'a> {
             }
         }
         let (tokens, state_bytes) = (writing.tokens(), writing.state_bytes());
-        let rest = writing.finish()?;
+        let rest = writing.rest()?;
         if stop != Stop::Interrupted && !rest.is_empty() {
             emit(&rest)?;
         }
@@ -282,8 +282,21 @@ impl Writing<'_> {
         if !is_end {
             return Ok(self.stream.push(next)?.unwrap_or_default());
         }
-        let ended = std::mem::replace(&mut self.stream, self.tokenizer.stream_after(&[next]));
-        Ok(ended.finish()? + "\n\n")
+        Ok(self.rest_before(&[next])? + "\n\n")
+    }
+
+    /// Returns what is left of a character that was never completed, and begins anew after `ids`.
+    fn rest_before(&mut self, ids: &[u32]) -> Result<String> {
+        std::mem::replace(&mut self.stream, self.tokenizer.stream_after(ids)).finish()
+    }
+
+    /// Returns what is left, at the end of a text, of a character that was never completed; nothing
+    /// when it is asked for again.
+    ///
+    /// # Errors
+    /// As [`StreamDecoder::finish`].
+    pub fn rest(&mut self) -> Result<String> {
+        self.rest_before(&[self.tokenizer.eot()])
     }
 
     /// Returns the number of tokens written so far, those of the prompt not counted.
@@ -300,14 +313,6 @@ impl Writing<'_> {
     /// Returns the size of the decoding state in bytes.
     pub fn state_bytes(&self) -> usize {
         self.state.bytes()
-    }
-
-    /// Ends the text: returns what is left of a character that was never completed.
-    ///
-    /// # Errors
-    /// As [`StreamDecoder::finish`].
-    pub fn finish(self) -> Result<String> {
-        self.stream.finish()
     }
 }
 

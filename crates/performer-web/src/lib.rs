@@ -160,6 +160,7 @@ impl Story {
             match self.writing.step()? {
                 Step::Text(piece) => text += &piece,
                 Step::Ended(stop) => {
+                    text += &self.writing.rest()?;
                     self.stop = Some(stop);
                     break;
                 }

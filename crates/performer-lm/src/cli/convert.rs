@@ -62,8 +62,9 @@ pub(super) struct Args {
     /// [default: the model's context, at most 512 unless its positions are learned].
     #[arg(long)]
     context: Option<usize>,
-    /// Tokens that features are fitted to, and forget gates to the distances at which the teacher
-    /// looks; 0 leaves features random and gates open [default: 32768 where there are any].
+    /// Tokens that features are fitted to. Forget gates are fitted to the distances at which the
+    /// teacher looks in four sequences; 0 leaves features random and gates open [default: 32768
+    /// where there are any].
     #[arg(long)]
     calibrate_tokens: Option<usize>,
     /// Bring queries and keys to the same covariance before features are fitted to them, which
@@ -106,7 +107,8 @@ pub(super) struct Args {
     /// Sequences of a step.
     #[arg(long, default_value_t = 8)]
     batch_size: usize,
-    /// Held-out tokens that every stage is measured on.
+    /// Held-out tokens that every stage is measured on; with --layer-costs, tokens of the training
+    /// text.
     #[arg(long, default_value_t = 65_536)]
     measure_tokens: usize,
     /// A second text that every stage is measured on, of another kind than that of --data: a text
@@ -125,8 +127,8 @@ pub(super) struct Args {
     #[arg(long, conflicts_with_all = ["layer", "out", "overwrite", "transfer_steps", "transfer_rate", "drop_window", "tune_steps",
         "tune_rate", "adapters", "distillation", "points", "control", "batch_size", "measure_tokens", "second", "recall"])]
     inspect: bool,
-    /// Convert nothing: report what the conversion of each layer alone costs, with nothing trained.
-    /// Those that cost most are worth leaving exact.
+    /// Convert nothing: report what the conversion of each layer alone costs, with nothing trained,
+    /// on the training text. Those that cost most are worth leaving exact.
     #[arg(long, conflicts_with_all = ["inspect", "out", "overwrite", "transfer_steps", "transfer_rate",
         "drop_window", "tune_steps", "tune_rate", "adapters", "distillation", "points", "control", "batch_size", "second",
         "calibrate_tokens", "balance"])]
@@ -245,8 +247,8 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         transfer > 0 || args.tune_steps > 0 || args.drop_window == 0.0,
         "--drop-window belongs to training, which takes no steps here: leave it out, or give --transfer-steps or --tune-steps"
     );
-    let data = prepare_for(&args.data.clone().unwrap_or_default(), &teacher.tokenizer, &output::TERMINAL)
-        .context("cannot prepare the text")?;
+    let spec = args.data.clone().unwrap_or_default();
+    let data = prepare_for(&spec, &teacher.tokenizer, &output::TERMINAL).context("cannot prepare the text")?;
     output::note(&format!("converting on {}", data.description));
     if args.inspect {
         let model = teacher.decoder(&machine.device)?;
@@ -258,6 +260,13 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
             output::result(&inspection(&heads, &args.attention.most))
         };
     }
+    if let Some(second) = args.second.as_deref().filter(|second| spec.trains_on(Path::new(second))) {
+        output::note(&format!(
+            "warning: the conversion learns from {second} or a part of it, and all of it is measured as the second \
+             text: give another one"
+        ));
+    }
+    let spelt = spec.to_string();
     let second = args.second.as_deref().map(|text| held_out(text, &teacher.tokenizer)).transpose()?;
     let second = second.as_ref().map(|(name, tokens)| Second { name, tokens });
     let recall = match &args.recall {
@@ -296,6 +305,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         recall,
         points: args.points,
         seed: args.seed,
+        data_spec: Some(&spelt),
         listener: &output::TERMINAL,
     };
     if args.layer_costs {
@@ -401,7 +411,7 @@ fn cost_table(costs: &Costs, recall: &[usize], given: &[(Vec<usize>, AttentionCo
         false => format!("\nto keep the half exact that costs most: {}", exact_too(&most, given)),
     };
     format!(
-        "{}\n\n{}: {}\ncost: nats/token lost on the text, and on pass keys and pairs where the teacher finds any; recall: share found again \
+        "{}\n\n{}: {}\ncost: nats/token lost on the training text, and on pass keys and pairs where the teacher finds any; recall: share found again \
          (nats/token){hint}",
         output::table(&header, &rows),
         costs.attention_spec,

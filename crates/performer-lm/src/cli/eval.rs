@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::{
     args::{Machine, held_out},
     output::{self, recall_cells},
-    paths,
+    paths, unfinished,
 };
 use crate::{
     config::Positions,
@@ -19,7 +19,7 @@ use crate::{
     model::{Decoder, pretrained},
     plot::{self, Axis, Chart, Scale, Series},
     recall::{Examiner, Recall},
-    train::{trains_on, unfinished_step},
+    train::trains_on,
 };
 
 #[derive(clap::Args)]
@@ -127,12 +127,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     args.plot.as_deref().map_or(Ok(()), plot::require_own)?;
     let (model, tokenizer) = pretrained::load_with(&args.model, &machine.device, &output::TERMINAL)?;
     paths::warn(&model, false)?;
-    if let Some(step) = unfinished_step(Path::new(&args.model)) {
-        output::note(&format!(
-            "the training in {} has no result yet: these are its weights after step {step}",
-            args.model
-        ));
-    }
+    unfinished::note(&args.model);
     let leak = model.config().leak;
     ensure!(
         !leak || !args.features_off,
@@ -179,7 +174,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let file = Path::new(&args.data);
     if file.is_file() && trains_on(Path::new(&args.model), file) {
         output::note(&format!(
-            "warning: {0} was trained on a part of {1}, and all of it is predicted here: measure it on \
+            "warning: {0} was trained on {1} or a part of it, and all of it is predicted here: measure it on \
              another text, or train on a folder with a train.txt and a valid.txt",
             args.model, args.data
         ));

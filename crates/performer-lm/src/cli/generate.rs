@@ -1,15 +1,14 @@
 //! This module is the command `performer-lm generate`.
 
-use std::{io, path::Path, time::Instant};
+use std::{io, time::Instant};
 
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use super::{args::Machine, output, paths};
+use super::{args::Machine, output, paths, unfinished};
 use crate::{
     generate::{Continuation, Generation, Sampling, Stop},
     model::pretrained,
-    train::unfinished_step,
 };
 
 #[derive(clap::Args)]
@@ -59,12 +58,7 @@ struct Written {
 pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let (model, tokenizer) = pretrained::load_with(&args.model, &machine.device, &output::TERMINAL)?;
     paths::warn(&model, false)?;
-    if let Some(step) = unfinished_step(Path::new(&args.model)) {
-        output::note(&format!(
-            "the training in {} has no result yet: these are its weights after step {step}",
-            args.model
-        ));
-    }
+    unfinished::note(&args.model);
     let sampling =
         Sampling { temperature: args.temperature, top_k: args.top_k, top_p: Some(args.top_p), seed: args.seed };
     let prompt = match args.prompt.as_str() {

@@ -17,6 +17,7 @@ mod output;
 mod paths;
 mod reference;
 mod train;
+mod unfinished;
 
 use std::{
     collections::BTreeSet,

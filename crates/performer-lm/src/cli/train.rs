@@ -23,7 +23,7 @@ use crate::{
     files::require_no_file,
     model::pretrained::Pretrained,
     revision::quoted,
-    train::{Grid, RunOptions, Trainer, agreed, default_out, is_finished, led, saved_data, saved_passes},
+    train::{Grid, RunOptions, Trainer, agreed, default_out, is_begun, is_finished, led, saved_data, saved_passes},
 };
 
 #[derive(clap::Args)]
@@ -248,13 +248,13 @@ fn require_nothing_in(out: &Path) -> Result<()> {
         quoted(out)
     );
     ensure!(
-        !TrainingState::is_in(out)?,
+        !is_begun(out)?,
         "{} holds a model already: go on with its training by --resume {}, replace it by --overwrite, or choose another --out",
         out.display(),
         quoted(out)
     );
     ensure!(
-        !out.join(MODEL).exists(),
+        !TrainingState::is_in(out)? && !out.join(MODEL).exists(),
         "{} holds a model already: replace it by --overwrite, or choose another --out",
         out.display()
     );

@@ -35,16 +35,21 @@ pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u
 /// Fits the features of every layer to the teacher's queries and keys, and then gives forget gates
 /// the pace with which they look as far back as the teacher.
 pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, data: &Prepared) -> Result<Trained> {
-    let (moments, tokens) = moments(teacher, data, plan.calibrate_tokens, plan.seed)?;
+    let fitted = |layer: usize| plan.config.attention_of(layer).favor().filter(|favor| favor.map.is_fitted());
+    let (moments, mut tokens) = match (0..plan.config.layers).any(|layer| fitted(layer).is_some()) {
+        true => moments(teacher, data, plan.calibrate_tokens, plan.seed)?,
+        false => (Vec::new(), 0),
+    };
     for (layer, moments) in moments.iter().enumerate() {
         let config = plan.config.attention_of(layer).clone();
-        let Some(favor) = config.favor().filter(|favor| favor.map.is_fitted()) else { continue };
+        let Some(favor) = fitted(layer) else { continue };
         let fitted = fitted_to(favor, moments, plan.balance, derive_seed(plan.seed, layer as u64), &plan.device)
             .with_context(|| format!("layer {layer}"))?;
         student.set_attention(layer, attention_over(&config, Favor::with_map(Box::new(fitted))?)?);
     }
     let paced = gates::paced(teacher, &student, data, plan.seed)?;
     if !paced.is_empty() {
+        tokens = tokens.max(gates::ROWS * plan.config.context);
         let mut tensors = student.tensors()?;
         tensors.extend(paced);
         student = Decoder::frozen(&plan.config, &tensors, &plan.device)?;

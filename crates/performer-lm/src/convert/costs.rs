@@ -22,7 +22,7 @@ pub struct Costs {
     pub attention_spec: String,
     /// Name of the text.
     pub corpus: String,
-    /// Number of held-out tokens that were measured.
+    /// Number of tokens of the training text that were measured.
     pub measured_tokens: usize,
     /// Revision of the program.
     pub revision: String,
@@ -37,7 +37,7 @@ pub struct Costs {
 pub struct LayerCost {
     /// Index of the layer, from 0.
     pub layer: usize,
-    /// What the exchange loses, in nats per token: the rise of the loss on the held-out text, and
+    /// What the exchange loses, in nats per token: the rise of the loss on the training text, and
     /// those on pass keys and on pairs, each a mean over their lengths. What the teacher does not
     /// find again better than by guessing does not count, since its loss there is noise.
     pub cost: f64,
@@ -55,7 +55,9 @@ impl Costs {
 }
 
 /// Measures the teacher of the plan, and then the teacher with each of its layers alone exchanged
-/// for what the plan's configuration has there. It trains nothing, fits nothing and writes nothing.
+/// for what the plan's configuration has there. It measures on the training text, so that the held-out
+/// text on which [`run`](super::run) reports has chosen no layer. It trains nothing, fits nothing and
+/// writes nothing.
 /// Returns `None` if it was stopped.
 ///
 /// # Errors
@@ -64,7 +66,7 @@ impl Costs {
 pub fn costs(plan: &Plan, data: &Prepared) -> Result<Option<Costs>> {
     check(plan)?;
     let model = plan.teacher.decoder(&plan.device).context("cannot build the teacher")?;
-    let meter = Meter::new(plan, &model, &data.valid);
+    let meter = Meter::new(plan, &model, &data.train);
     meter.check()?;
     let Some(teacher) = meter.measure(&model).context("cannot measure the teacher")? else { return Ok(None) };
     let changed = |layer: &usize| plan.config.attention_of(*layer) != plan.teacher.config.attention_of(*layer);

@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Number of sequences whose distances are compared.
-const ROWS: usize = 4;
+pub(super) const ROWS: usize = 4;
 
 /// The time constant of gates that forget hardly anything, in contexts. Gates that forget less get
 /// gradients that are smaller by as much.

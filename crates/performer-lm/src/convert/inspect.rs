@@ -1,7 +1,7 @@
 //! This module inspects a softmax model: how far the logits of each head spread, and how well
 //! features would approximate it.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::{D, DType, Device, Tensor};
 use performer_core::{
     Attention, FavorConfig, Inputs, Mask, Softmax,
@@ -19,6 +19,8 @@ use crate::{
 
 /// About how many queries of each sequence are compared.
 const SAMPLED_QUERIES: usize = 32;
+/// Fewer tokens than this say nothing of how attention is divided.
+const LEAST_TOKENS: usize = 16;
 
 /// A `HeadReport` describes one head of a softmax model, and how well features would approximate
 /// it.
@@ -109,6 +111,12 @@ pub fn inspect(
 fn held_out(tokens: &TokenFile, context: usize) -> Result<Tensor> {
     let batch = eval_windows(tokens, context.min(tokens.len().saturating_sub(1).max(1)), 1)?.next();
     let batch = batch.context("there is no held-out text")?;
+    ensure!(
+        batch.context >= LEAST_TOKENS,
+        "attention is compared in {} tokens, the shorter of the context and the held-out text; it takes at least \
+         {LEAST_TOKENS} to say something",
+        batch.context
+    );
     Ok(Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), &Device::Cpu)?)
 }
 

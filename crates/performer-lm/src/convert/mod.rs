@@ -45,7 +45,7 @@ use serde_json::{Value, json};
 use crate::{
     checkpoint::{REPORTS, remove_reports, require_free},
     config::{AttentionConfig, ModelConfig},
-    data::{Prepared, TokenFile},
+    data::{Batches, Prepared, TokenFile},
     errors::Cause,
     files::{self, Lock, require_no_file, unread},
     listener::Listener,
@@ -122,6 +122,9 @@ pub struct Plan<'a> {
     pub points: usize,
     /// Seed of features and data order.
     pub seed: u64,
+    /// The data as the command line spelt it, which the folder keeps so that it is known what the
+    /// student has learned from.
+    pub data_spec: Option<&'a str>,
     /// Is told of stages and steps, and of what a person should know.
     pub listener: &'a dyn Listener,
 }
@@ -163,6 +166,10 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         Some(Progress { report, stage, .. }) => (report, stage),
         None => {
             meter.check()?;
+            // A text that is too short for the stages is refused before any of them.
+            if plan.wants("transfer") || plan.wants("tune") {
+                Batches::new(data.train.clone(), plan.config.context, plan.batch_size, plan.seed)?;
+            }
             let report = Report {
                 attention_spec: plan.config.attention_text(),
                 corpus: data.corpus_name.clone(),
@@ -273,6 +280,7 @@ impl Plan<'_> {
             control: _,
             out: _,
             overwrite: _,
+            data_spec: _,
             threads: _,
             stop: _,
             listener: _,
@@ -462,7 +470,7 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
         let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
         let report =
             serde_json::from_str(&text).with_context(|| unread(&file, &text, "stages", "convert from the start"))?;
-        Progress { key: None, report, stage: None }
+        Progress { key: None, report, data_spec: None, stage: None }
     } else {
         ensure!(
             !out.join("model.safetensors").exists(),
@@ -562,7 +570,8 @@ fn save(plan: &Plan, student: &Decoder, report: &Report, clear: &mut dyn FnMut()
         tensors: student.tensors()?,
         metadata,
     };
-    let progress = Progress { key: report.key.clone(), report: report.clone(), stage: None };
+    let data_spec = plan.data_spec.map(str::to_string);
+    let progress = Progress { key: report.key.clone(), report: report.clone(), data_spec, stage: None };
     progress.save_over(&checkpoint, plan.out, Default::default(), clear)?;
     files::write_json(&plan.out.join(REPORT), report)
 }

@@ -26,6 +26,9 @@ pub(super) struct Progress {
     pub(super) key: Option<RunKey>,
     /// The report of the finished stages.
     pub(super) report: Report,
+    /// See [`Plan::data_spec`]; `None` in states of versions that did not record it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) data_spec: Option<String>,
     /// The stage in progress, if any.
     pub(super) stage: Option<InProgress>,
 }
@@ -85,6 +88,7 @@ impl Progress {
 pub(super) struct Bookmark<'a> {
     pub(super) name: &'static str,
     dir: &'a Path,
+    data_spec: Option<&'a str>,
     key: RunKey,
     /// The student before the stage.
     checkpoint: Checkpoint,
@@ -105,7 +109,16 @@ impl<'a> Bookmark<'a> {
         interrupted: Option<InProgress>,
     ) -> Self {
         let interrupted = interrupted.filter(|stage| stage.name == name);
-        Self { name, dir: plan.out, key, checkpoint, report, interrupted, begun: Instant::now() }
+        Self {
+            name,
+            dir: plan.out,
+            data_spec: plan.data_spec,
+            key,
+            checkpoint,
+            report,
+            interrupted,
+            begun: Instant::now(),
+        }
     }
 
     /// Returns the seconds that the stage took before it was interrupted.
@@ -152,7 +165,12 @@ impl<'a> Bookmark<'a> {
             seconds: self.seconds() + self.begun.elapsed().as_secs_f64(),
             tensors: HashMap::new(),
         };
-        let progress = Progress { key: Some(self.key.clone()), report: self.report.clone(), stage: Some(stage) };
+        let progress = Progress {
+            key: Some(self.key.clone()),
+            report: self.report.clone(),
+            data_spec: self.data_spec.map(str::to_string),
+            stage: Some(stage),
+        };
         progress.save(&self.checkpoint, self.dir, tensors)
     }
 }

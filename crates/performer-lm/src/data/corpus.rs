@@ -29,6 +29,9 @@ pub(crate) struct TinyStories {
     pub(crate) valid: PathBuf,
 }
 
+/// What a folder's training text may be called.
+const TRAINING_TEXTS: [&str; 2] = ["train.txt", "train"];
+
 /// What to train on, as spelled on the command line.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum DataSpec {
@@ -49,6 +52,14 @@ impl DataSpec {
     /// What [`DataSpec::Auto`] stands for on this machine now, and every other as it is.
     pub fn resolved(&self) -> Self {
         self.resolved_with(Hub::from_env())
+    }
+
+    /// Whether `file` is the text that this data trains on, or one of which it trains on a part.
+    pub(crate) fn trains_on(&self, file: &Path) -> bool {
+        let (Self::Path(path), Ok(file)) = (self, file.canonicalize()) else { return false };
+        // A folder's own path is no file.
+        let texts = TRAINING_TEXTS.map(|name| path.join(name));
+        texts.iter().chain([path]).any(|text| text.canonicalize().is_ok_and(|text| text == file))
     }
 
     fn resolved_with(&self, hub: Result<Hub>) -> Self {
@@ -233,7 +244,7 @@ fn folder(path: &Path, listener: &dyn Listener) -> Result<Corpus> {
         let candidates = names.iter().map(|name| path.join(name));
         candidates.into_iter().find(|file| file.is_file())
     };
-    let train = find(&["train.txt", "train"]);
+    let train = find(&TRAINING_TEXTS);
     let valid = find(&["valid.txt", "valid", "validation.txt", "validation"]);
     let (train, valid) = match (train, valid) {
         (Some(train), Some(valid)) => pair(&train, &valid, listener)?,

@@ -11,7 +11,7 @@ use candle_core::Device;
 use performer_core::{FavorConfig, FeatureMapKind, LayerParts, ProjectionKind, Radii};
 use serde::{Deserialize, Serialize};
 
-use super::{Findings, Section, Table, state_text};
+use super::{Findings, Section, Table, capitalised, state_text};
 use crate::{
     bench::window_of_equal_state,
     config::{AttentionConfig, ModelConfig, TrainingConfig},
@@ -82,7 +82,11 @@ struct Outcome {
     attention_spec: String,
     redraw_every: usize,
     val_losses: Vec<f64>,
-    /// The losses of the same trained models with their features off.
+    /// The losses on the test split, where there is one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    test_losses: Vec<f64>,
+    /// The losses of the same trained models with their features off, on the text of
+    /// [`Outcome::losses`].
     #[serde(default)]
     features_off: Vec<f64>,
     /// Bytes of decoding state of one sequence of the model's context, in all layers.
@@ -98,13 +102,19 @@ struct Outcome {
 }
 
 impl Outcome {
+    /// Returns the losses that are reported: those on the test split, or else on the validation
+    /// split.
+    fn losses(&self) -> &[f64] {
+        if self.test_losses.is_empty() { &self.val_losses } else { &self.test_losses }
+    }
+
     fn mean(&self) -> f64 {
-        mean(&self.val_losses)
+        mean(self.losses())
     }
 
     /// Returns half the distance between the smallest and the largest loss.
     fn spread(&self) -> f64 {
-        spread(&self.val_losses)
+        spread(self.losses())
     }
 }
 
@@ -257,6 +267,7 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             attention_spec: plan.recipe(variant, 0).0.attention_text(),
             redraw_every: variant.redraw_every,
             val_losses: Vec::new(),
+            test_losses: Vec::new(),
             features_off: Vec::new(),
             state_bytes: 0,
             state_grows: false,
@@ -278,16 +289,20 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
                 }
             };
             let Some(report) = report else { bail!(plan.stopped()) };
+            let (loss, features_off) = match &report.test {
+                Some(test) => (test.loss, test.features_off),
+                None => (report.val_loss, report.features_off.as_ref().map(|control| control.val_loss)),
+            };
             progress(format!(
-                "{}/{} {}, seed {seed}: {:.4} nats a token, {:.0} tokens/s",
+                "{}/{} {}, seed {seed}: {loss:.4} nats a token, {:.0} tokens/s",
                 i + 1,
                 variants.len(),
                 variant.name,
-                report.val_loss,
                 report.tokens_per_second
             ));
             outcome.val_losses.push(report.val_loss);
-            outcome.features_off.extend(report.features_off.map(|control| control.val_loss));
+            outcome.test_losses.extend(report.test.map(|test| test.loss));
+            outcome.features_off.extend(features_off);
             outcome.state_bytes = report.state_bytes;
             outcome.state_grows = report.state_grows;
             outcome.tokens_per_second.push(report.tokens_per_second);
@@ -330,6 +345,7 @@ impl Plan<'_> {
 /// Says what came of the variants, of which single changes were made at `m` features.
 fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverged: Vec<String>) -> Findings {
     let softmax = outcomes[0].mean();
+    let split = if outcomes[0].test_losses.is_empty() { "validation" } else { "test" };
     let mut table = Table::new([
         "variant",
         "loss, nats/token",
@@ -356,7 +372,7 @@ fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverg
     for o in &ranked {
         let speed = o.tokens_per_second.iter().sum::<f64>() / o.tokens_per_second.len() as f64;
         let state = state_text(o.state_bytes, o.state_grows);
-        table.push(row(o.name.clone(), &o.val_losses, state, format!("{speed:.0}")));
+        table.push(row(o.name.clone(), o.losses(), state, format!("{speed:.0}")));
         // The control of a window with features: the same trained weights, and the window alone.
         let attention = o.attention_spec.parse::<AttentionConfig>().ok();
         let off = attention.filter(|a| a.window().is_some()).and_then(|a| a.features_off());
@@ -395,7 +411,7 @@ fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverg
         title: "What closes the gap to softmax?".into(),
         summary: vec![
             format!(
-                "A decoder of {} layers, dim {}, {} heads, context {}, {} steps of {} sequences, on {} in {} different tokens; {} seed(s). The same \
+                "A decoder of {} layers, dim {}, {} heads, context {}, {} steps of {} sequences, on {} in {} different tokens; {} seed(s). Losses are of the {split} text. The same \
                  weights at the start where shapes agree, the same text in the same order, the same schedule.",
                 plan.config.layers,
                 plan.config.hidden_size,
@@ -418,7 +434,7 @@ fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverg
             Section {
                 title: "Loss over features".into(),
                 text: Vec::new(),
-                chart: Some(("features".into(), chart(outcomes, softmax))),
+                chart: Some(("features".into(), chart(outcomes, softmax, split))),
                 table: None,
             },
             Section { title: "One change at a time".into(), text: changes, chart: None, table: Some(table) },
@@ -429,13 +445,13 @@ fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverg
     }
 }
 
-fn chart(outcomes: &[Outcome], softmax: f64) -> Chart {
+fn chart(outcomes: &[Outcome], softmax: f64, split: &str) -> Chart {
     let mut series: Vec<Series> = Vec::new();
     for o in outcomes {
         let Some((curve, m)) = &o.curve else { continue };
         let (point, half) = ((*m as f64, o.mean()), o.spread());
         let band = (o.mean() - half, o.mean() + half);
-        let several = o.val_losses.len() > 1;
+        let several = o.losses().len() > 1;
         match series.iter_mut().find(|s| s.name == *curve) {
             Some(s) => {
                 s.points.push(point);
@@ -447,9 +463,9 @@ fn chart(outcomes: &[Outcome], softmax: f64) -> Chart {
         }
     }
     Chart {
-        title: "Validation loss over features".into(),
+        title: format!("{} loss over features", capitalised(split)),
         x: Axis::new("random features M", Scale::Log2),
-        y: Axis::new("validation loss (nats per token)", Scale::Linear),
+        y: Axis::new(format!("{split} loss (nats per token)"), Scale::Linear),
         series,
         lines: vec![Marker { at: At::Y(softmax), label: "softmax".into() }],
         ..Chart::default()

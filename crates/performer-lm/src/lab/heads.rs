@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// The context in which heads are looked at, where the model's is longer and none is given.
-pub(super) const MOST_CONTEXT: usize = 512;
+const MOST_CONTEXT: usize = 512;
 
 /// A `Source` says where heads come from.
 #[derive(Clone, Debug)]
@@ -219,10 +219,9 @@ fn windows(data: &Prepared, context: usize, count: usize) -> Result<Vec<Tensor>>
         data.valid.len(),
         context + 1
     );
-    let step = (all.len() / count).max(1);
-    all.iter()
-        .step_by(step)
-        .take(count)
+    let count = count.min(all.len());
+    (0..count)
+        .map(|i| &all[i * all.len() / count])
         .map(|batch| Ok(Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), &Device::Cpu)?))
         .collect()
 }
@@ -230,4 +229,25 @@ fn windows(data: &Prepared, context: usize, count: usize) -> Result<Vec<Tensor>>
 /// Returns the seed of the draws for a layer.
 pub(super) fn layer_seed(seed: u64, layer: usize) -> u64 {
     derive_seed(seed, layer as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{data::TokenFile, listener::Silent};
+
+    #[test]
+    fn windows_are_spread_over_the_whole_text() -> Result<()> {
+        let sample = crate::data::prepare(&crate::data::DataSpec::Sample, 300, None, &Silent)?;
+        let tokens: Vec<u32> = (0..5 * 16 + 1).collect();
+        let data = Prepared { valid: TokenFile::from_tokens(&tokens, 100)?.into(), ..sample };
+        for (count, starts) in [(1, &[0][..]), (2, &[0, 32]), (3, &[0, 16, 48]), (9, &[0, 16, 32, 48, 64])] {
+            let found = windows(&data, 16, count)?
+                .iter()
+                .map(|w| w.flatten_all()?.get(0)?.to_scalar())
+                .collect::<candle_core::Result<Vec<u32>>>()?;
+            assert_eq!(found, starts);
+        }
+        Ok(())
+    }
 }

@@ -14,14 +14,14 @@ pub mod tasks;
 
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use candle_core::Device;
 use serde::Serialize;
 use serde_json::Value;
 
 pub use heads::{Heads, Source, shipped};
 
-use crate::{files, machine::Machine, plot::Chart, revision::command_line, train::git_revision};
+use crate::{errors::Cause, files, machine::Machine, plot::Chart, revision::command_line, train::git_revision};
 
 /// `Findings` are the result of one experiment.
 #[derive(Clone, Debug)]
@@ -119,12 +119,23 @@ impl Provenance {
     }
 }
 
-/// Refuses a folder in which [`save`] would replace what is no report. Charts are not looked at.
+/// Refuses a folder in which [`save`] would replace what is no report, or a report of another
+/// experiment than those that are named. Charts are not looked at.
 ///
 /// # Errors
 /// If there is such a file; the message names it.
-pub fn check(folder: &Path) -> Result<()> {
-    files::require_own(folder, ("data.json", "provenance"), &["report.html"])
+pub fn check(folder: &Path, experiments: &[&str]) -> Result<()> {
+    files::require_own(folder, ("data.json", "provenance"), &["report.html"])?;
+    let earlier = std::fs::read(folder.join("data.json")).ok();
+    let earlier = earlier.and_then(|text| serde_json::from_slice::<serde_json::Map<_, Value>>(&text).ok());
+    let is_other = |name: &&String| !["provenance", "charts"].iter().chain(experiments).any(|known| known == name);
+    match earlier.iter().flat_map(|report| report.keys()).find(is_other) {
+        Some(other) => bail!(Cause::WouldReplace(format!(
+            "{} holds the report of `lab {other}`, which would be lost: choose another folder",
+            folder.display()
+        ))),
+        None => Ok(()),
+    }
 }
 
 /// Writes findings as a folder: `data.json`, `NAME-CHART.svg` and `.png`, `report.html`.
@@ -175,6 +186,22 @@ mod tests {
         };
         let sections = charts.iter().map(section).collect();
         Findings { name: "tasks", title: "Tasks".into(), summary: Vec::new(), sections, data: Value::Null }
+    }
+
+    /// A report is replaced by one of the same experiment, and by none of another.
+    #[test]
+    fn a_report_of_another_experiment_is_kept() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        check(folder.path(), &["crossover"])?;
+        save(folder.path(), &Provenance::this(&Device::Cpu, 1, 1.0), &[findings(&["recall"])])?;
+        let before = std::fs::read(folder.path().join("data.json"))?;
+        let refused = check(folder.path(), &["crossover"]).unwrap_err().to_string();
+        assert!(refused.contains("holds the report of `lab tasks`"), "{refused}");
+        for experiments in [&["tasks"][..], &["error", "crossover", "tasks", "ablate"]] {
+            check(folder.path(), experiments)?;
+        }
+        assert_eq!(std::fs::read(folder.path().join("data.json"))?, before);
+        Ok(())
     }
 
     /// A second report in a folder keeps no chart of the first, and no other file is removed.

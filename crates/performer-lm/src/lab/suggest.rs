@@ -9,7 +9,7 @@ use serde_json::json;
 use super::{
     Findings, Heads, Section, Table, capitalised,
     error::{COLORS, Errors, Estimator, MOST_DRAWS, number},
-    heads::{MOST_CONTEXT, layer_seed},
+    heads::layer_seed,
 };
 use crate::{
     config::AttentionConfig,
@@ -117,10 +117,11 @@ impl Plan {
             );
         }
         if let Some(window) = self.window {
-            let context = self.context.unwrap_or(MOST_CONTEXT);
+            // Where no context is given it is the model's, to which the window is held once that is read.
+            let context = self.context.unwrap_or(usize::MAX);
             ensure!(
                 (1..context).contains(&window),
-                "a window is to have {window} tokens; it must have at least 1, and fewer than the context, which has {context} at most"
+                "a window is to have {window} tokens; it must have at least 1, and fewer than the context"
             );
             for &map in &self.maps {
                 let favor = Favor::new(&FavorConfig::default().with_map(map), 8, 0, DType::F32, &Device::Cpu)?;

@@ -98,15 +98,7 @@ pub(super) fn sum(
         std::mem::forget(flat);
         return Err(error.into());
     }
-    let mut start = 0;
-    let tensor = |(_, var): &(String, Var)| {
-        let count = var.elem_count();
-        start += count;
-        // The optimiser takes tensors that begin where their memory does.
-        let gradient = flat.narrow(0, start - count, count)?.copy()?.reshape(var.shape())?;
-        Ok(Some(gradient.to_dtype(var.dtype())?))
-    };
-    Ok(Gradients { tensors: params.iter().map(tensor).collect::<Result<_>>()? })
+    Gradients::cut_from(&flat, params)
 }
 
 /// Sends a contiguous tensor to one rank and receives one like it from another; see

@@ -77,6 +77,20 @@ pub fn is_finished(dir: &Path) -> bool {
     dir.join(REPORT).exists()
 }
 
+/// Whether a folder holds a training that `train --resume` can go on with. A first save that was
+/// interrupted counts too: its state still has another name.
+pub(crate) fn is_begun(dir: &Path) -> Result<bool> {
+    let is_training = |run: &str| run == TRAINING;
+    let is_other = state_in(dir).is_some_and(|state| !state["key"]["run"].as_str().is_none_or(is_training));
+    Ok(TrainingState::is_in(dir)? && !is_other)
+}
+
+/// Returns the stage of a conversion that is not finished yet, before which the weights in the
+/// folder were saved.
+pub fn unfinished_stage(dir: &Path) -> Option<String> {
+    Some(state_in(dir)?["stage"]["name"].as_str()?.into())
+}
+
 /// Returns after which step the weights in a folder were saved, if it is that of a training which
 /// has no result yet.
 pub fn unfinished_step(dir: &Path) -> Option<u64> {
@@ -208,7 +222,8 @@ fn state_in(dir: &Path) -> Option<serde_json::Value> {
     serde_json::from_slice(&std::fs::read(dir.join(STATE)).ok()?).ok()
 }
 
-/// Whether the run in a folder trains on this file, of which it holds out a part.
+/// Whether the run in a folder, a training or a conversion, learned from this file, or from a part
+/// of it. Where it was given a folder, that is the training text in there.
 pub fn trains_on(dir: &Path, file: &Path) -> bool {
     let Some(state) = state_in(dir) else { return false };
     let spelt = match state["data_spec"].as_str().map(str::parse) {
@@ -216,9 +231,7 @@ pub fn trains_on(dir: &Path, file: &Path) -> bool {
         _ => None,
     };
     let from_here = state["data_from_here"].as_str().map(|path| dir.join(path));
-    let file = file.canonicalize().ok();
-    let is_it = |path: PathBuf| file.is_some() && path.canonicalize().ok() == file;
-    from_here.or(spelt).is_some_and(is_it)
+    from_here.or(spelt).is_some_and(|path| DataSpec::Path(path).trains_on(file))
 }
 
 /// Returns how many forward passes a step of the run in a folder takes, if there is such a run.

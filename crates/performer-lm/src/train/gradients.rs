@@ -38,6 +38,22 @@ impl Gradients {
         Ok(Self { tensors })
     }
 
+    /// Takes the gradients of `params` from a vector that holds the numbers of all, one parameter
+    /// after another. Each becomes a tensor of its own memory, with nothing else in it, since the
+    /// optimiser takes tensors that begin where their memory does. (Candle's `copy` of a part of a
+    /// tensor copies all of it and keeps the place of the part.)
+    #[cfg(any(feature = "nccl", test))]
+    pub(super) fn cut_from(flat: &Tensor, params: &[(String, Var)]) -> Result<Self> {
+        let mut start = 0;
+        let tensor = |(_, var): &(String, Var)| {
+            let count = var.elem_count();
+            start += count;
+            let gradient = flat.narrow(0, start - count, count)?.force_contiguous()?.reshape(var.shape())?;
+            Ok(Some(gradient.to_dtype(var.dtype())?))
+        };
+        Ok(Self { tensors: params.iter().map(tensor).collect::<Result<_>>()? })
+    }
+
     /// Computes the sums of `loss(0..parts)` and of their gradients for `params`, on up to
     /// `threads` threads. `loss` returns a scalar.
     pub(crate) fn of_parts(
@@ -247,6 +263,23 @@ mod tests {
         let second = sum.tensors[1].as_ref().map(|t| t.to_vec1::<f32>());
         assert_eq!(second.unwrap()?, [1.; 11]);
         assert!(sum.add(Gradients { tensors: vec![] }).is_err());
+        Ok(())
+    }
+
+    /// The optimiser on CUDA refuses tensors that begin behind others in their memory.
+    #[test]
+    fn gradients_that_are_cut_from_a_vector_have_memory_of_their_own() -> Result<()> {
+        let params = params()?;
+        let flat = Tensor::arange(0f32, 17., &Device::Cpu)?;
+        let cut = Gradients::cut_from(&flat, &params)?;
+        let [Some(a), Some(b)] = &cut.tensors[..] else { panic!("two gradients") };
+        assert_eq!(a.to_vec2::<f32>()?, [[0., 1., 2.], [3., 4., 5.]]);
+        assert_eq!(b.to_vec1::<f32>()?, (6..17).map(|n| n as f32).collect::<Vec<_>>());
+        for (gradient, count) in [(a, 6), (b, 11)] {
+            let (storage, layout) = gradient.storage_and_layout();
+            let Storage::Cpu(CpuStorage::F32(numbers)) = &*storage else { panic!("f32 on the CPU") };
+            assert_eq!((layout.start_offset(), numbers.len()), (0, count));
+        }
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use candle_core::Device;
 use performer_lm::{
     compare::Comparison,
     config::{ModelConfig, Preset, Schedule, TrainingConfig},
-    data::{DataSpec, TokenFile, prepare, prepare_with_test},
+    data::{DataSpec, Prepared, TokenFile, prepare, prepare_with_test},
     lab::ablate,
     listener::Silent,
     train::{Grid, RunOptions, find_or_run},
@@ -140,6 +140,20 @@ fn an_ablation_goes_on_without_what_diverges() -> Result<()> {
     assert!(rows.iter().all(|row| row["state_bytes"].as_u64().is_some_and(|bytes| bytes > 0)));
     let grows = |name: &str| rows.iter().find(|row| row["name"] == name).map(|row| row["state_grows"] == true);
     assert_eq!((grows("softmax"), grows("orthogonal, chi radii, M=2")), (Some(true), Some(false)));
+    assert!(rows.iter().all(|row| row.get("test_losses").is_none()), "there is no test text");
+
+    // Where there is a text by which nothing was chosen, what is reported is of that.
+    let (tested, other) = (folder.path().join("tested"), TokenFile::from_tokens(&data.train.read(0..400), 1000)?);
+    let data = Prepared { test: Some(other.into()), ..data };
+    let found = ablate::run(&ablate::Plan { runs: &tested, ..plan }, &data, |_| ())?;
+    let report: Value = serde_json::from_slice(&std::fs::read(tested.join("0-42/metrics.json"))?)?;
+    let row = &found.data["outcomes"][0];
+    assert_eq!(row["test_losses"], serde_json::json!([report["test"]["loss"]]));
+    assert_ne!(row["test_losses"], row["val_losses"]);
+    let table = found.sections.iter().find_map(|section| section.table.as_ref()).context("a table")?;
+    let softmax = table.rows.iter().find(|row| row[0] == "softmax").context("a row")?;
+    assert_eq!(softmax[1], format!("{:.4}", report["test"]["loss"].as_f64().context("a loss")?));
+    assert!(found.summary[0].contains("Losses are of the test text."), "{}", found.summary[0]);
     Ok(())
 }
 

@@ -51,10 +51,34 @@ fn a_text_that_is_too_short_for_its_batches_is_told() {
     assert!(!row.contains("about "), "{row}");
     // Of the file itself most was trained on, and of another one nothing.
     fs::write(dir.path().join("other"), &include_str!("../../assets/sample.txt")[30_000..31_000]).unwrap();
-    for (text, is_trained_on) in [("text", true), ("other", false)] {
-        let [_, said] = printed_and_said(dir.path(), &["eval", "run", "--data", text, "--max-tokens", "20"]);
-        assert_eq!(said.contains("was trained on a part of"), is_trained_on, "{said}");
+    // A conversion learns from its text too, and a folder's training text is trained on as a whole.
+    fs::create_dir(dir.path().join("folder")).unwrap();
+    fs::copy(dir.path().join("text"), dir.path().join("folder/train.txt")).unwrap();
+    fs::copy(dir.path().join("other"), dir.path().join("folder/valid.txt")).unwrap();
+    let convert = ["convert", "run", "--attention", "softmax:window=4", "--tune-steps", "1", "--measure-tokens", "20"];
+    let convert = [&convert[..], &["--batch-size", "1", "--recall", "0", "--points", "0"]].concat();
+    let on_text = [&convert[..], &["--data", "text", "--out", "converted"]].concat();
+    printed_and_said(dir.path(), &on_text);
+    let on_folder =
+        [&convert[..], &["--data", "folder", "--second", "folder/train.txt", "--out", "on-folder"]].concat();
+    let [_, said] = printed_and_said(dir.path(), &on_folder);
+    assert!(said.contains("the conversion learns from folder/train.txt or a part of it"), "{said}");
+    for (model, text, is_trained_on) in [
+        ("run", "text", true),
+        ("run", "other", false),
+        ("converted", "text", true),
+        ("converted", "other", false),
+        ("on-folder", "folder/train.txt", true),
+        ("on-folder", "folder/valid.txt", false),
+    ] {
+        let [_, said] = printed_and_said(dir.path(), &["eval", model, "--data", text, "--max-tokens", "20"]);
+        assert_eq!(said.contains(&format!("{model} was trained on {text} or a part")), is_trained_on, "{said}");
     }
+    // Another training would replace a conversion, with which --resume cannot go on.
+    let over = [&words[..words.len() - 1], &["converted"]].concat();
+    let refused = performer(dir.path(), &over);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("holds a model") && !said.contains("--resume"), "{said}");
 }
 
 #[test]

@@ -154,6 +154,10 @@ fn bad_options_get_one_clear_error() {
     fails(&run(&["suggest", "--checkpoint", "nowhere", "--map", "taylor2"]), &["taylor2", "dense"]);
     fails(&run(&["suggest", "--checkpoint", "nowhere", "--map", "dense,positive"]), &["fitted", "--map"]);
     fails(&run(&["suggest"]), &["--checkpoint"]);
+    // Without a context a window is held to that of the model, which is read first.
+    fails(&run(&["suggest", "--checkpoint", "nowhere", "--window", "700"]), &["nowhere", "no file or folder"]);
+    let short = ["suggest", "--checkpoint", "nowhere", "--window", "700", "--context", "256"];
+    fails(&run(&short), &["a window is to have 700 tokens", "fewer than the context"]);
     model(dir.path());
     fails(&run(&["error", "--quick", "--checkpoint", "model", "--context", "5"]), &["--context is 5", "at least 16"]);
     let wide = ["suggest", "--checkpoint", "model", "--data", "sample", "--window", "300"];

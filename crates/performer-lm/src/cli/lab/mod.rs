@@ -49,6 +49,18 @@ impl Command {
         matches!(self, Self::Tasks(_) | Self::Ablate(_))
     }
 
+    /// Returns the names under which the report has what the command finds.
+    fn experiments(&self) -> &'static [&'static str] {
+        match self {
+            Self::Error(_) => &["error"],
+            Self::Suggest(_) => &["suggest"],
+            Self::Crossover(_) => &["crossover"],
+            Self::Tasks(_) => &["tasks"],
+            Self::Ablate(_) => &["ablate"],
+            Self::All(_) => &["error", "crossover", "tasks", "ablate"],
+        }
+    }
+
     /// Whether the command runs one operation at a time, on all threads.
     pub(super) fn is_one_at_a_time(&self) -> bool {
         matches!(self, Self::Crossover(_))
@@ -68,7 +80,7 @@ pub(super) fn run(command: Command, machine: &Machine) -> Result<()> {
     let common = common.clone();
     // What cannot be written is found out now, and not after hours.
     let ranks = Grid::new(Arc::clone(&machine.ranks), 1)?;
-    led(&ranks, || common.out.as_deref().map_or(Ok(()), lab::check))?;
+    led(&ranks, || common.out.as_deref().map_or(Ok(()), |out| lab::check(out, command.experiments())))?;
     let findings = match command {
         Command::Error(args) => vec![args.run(machine)?],
         Command::Suggest(args) => vec![args.run(machine)?],

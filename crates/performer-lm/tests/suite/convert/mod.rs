@@ -103,6 +103,7 @@ fn plan<'a>(teacher: &'a Pretrained, attention: &str, out: &'a Path, stop: &'a A
         recall: Vec::new(),
         points: 2,
         seed: 3,
+        data_spec: None,
         listener: &Silent,
     }
 }
@@ -494,7 +495,9 @@ fn the_cost_of_a_layer_is_what_its_conversion_loses() -> Result<()> {
         let out = folder.path().join(of.layer.to_string());
         let mut alone = untrained(plan(&teacher, "softmax:window=2", &out, &stop));
         alone.config.attention_by_layer.insert(1 - of.layer, AttentionConfig::Softmax);
-        let report = convert(&alone, &data)?;
+        // The held-out text on which a conversion reports has chosen no layer.
+        let on_training_text = Prepared { valid: data.train.clone(), ..data.clone() };
+        let report = convert(&alone, &on_training_text)?;
         let losses: Vec<f64> = report.stages.iter().map(|stage| stage.measured.held_out.val_loss).collect();
         assert_eq!(losses, [all.teacher.held_out.val_loss, of.measured.held_out.val_loss], "layer {}", of.layer);
         assert_eq!(of.cost, losses[1] - losses[0]);
@@ -505,7 +508,7 @@ fn the_cost_of_a_layer_is_what_its_conversion_loses() -> Result<()> {
     assert!(costs[0] > costs[1], "{costs:?}");
     // A text that is shorter than what is asked for is measured whole, and the report says so.
     let whole = Plan { measure_tokens: 1 << 40, ..untrained(plan(&teacher, "softmax:window=2", &nowhere, &stop)) };
-    assert_eq!(costs_of(&whole)?.measured_tokens, data.valid.len() - 1);
+    assert_eq!(costs_of(&whole)?.measured_tokens, data.train.len() - 1);
     assert!(!nowhere.exists(), "costs were written somewhere");
     Ok(())
 }
@@ -525,6 +528,44 @@ fn inspection_reports_every_head() -> Result<()> {
             assert!((0.0..=1.0).contains(&h.uniform_total_variation) && h.logit_deviation > 0.0, "{h:?}");
             assert!(h.output_error.is_finite(), "{h:?}");
         }
+    }
+    // In so few tokens all features would look perfect.
+    let favor = "favor:m=4".parse::<AttentionConfig>().expect("an attention");
+    let short = Prepared { valid: TokenFile::from_tokens(&data.valid.read(0..16), 50)?.into(), ..data };
+    let error = inspect(&model, &short, favor.favor().expect("linear"), false, 500, 1).expect_err("it is too short");
+    assert!(error.to_string().contains("in 15 tokens") && error.to_string().contains("at least 16"), "{error}");
+    Ok(())
+}
+
+/// Before anything is measured or written, which takes minutes for a large model.
+#[test]
+fn a_text_that_is_too_short_for_a_batch_is_refused_at_once() -> Result<()> {
+    let (data, folder, stop) = (data()?, tempfile::tempdir()?, AtomicBool::new(false));
+    let (teacher, out) = (teacher(&data)?, folder.path().join("out"));
+    let large = |plan| Plan { batch_size: 1000, ..plan };
+    let error =
+        convert(&large(plan(&teacher, "favor:m=8,map=learned", &out, &stop)), &data).expect_err("it is too short");
+    assert!(format!("{error:#}").contains("batch"), "{error:#}");
+    assert!(!out.join("model.safetensors").exists());
+    // Where nothing is trained no batch is needed.
+    let untrained =
+        Plan { transfer_steps: 0, tuning: None, ..large(plan(&teacher, "favor:m=8,map=learned", &out, &stop)) };
+    convert(&untrained, &data)?;
+    assert!(out.join("model.safetensors").exists());
+    Ok(())
+}
+
+/// Forget gates are fitted in one batch, whatever number of tokens features would be fitted to.
+#[test]
+fn calibration_counts_the_tokens_that_it_read() -> Result<()> {
+    let (data, folder, stop) = (data()?, tempfile::tempdir()?, AtomicBool::new(false));
+    let teacher = teacher(&data)?;
+    for (attention, tokens) in [("uniform:gate", 4 * 48), ("favor:m=8,map=learned,gate", 6 * 4 * 48)] {
+        let out = folder.path().join(tokens.to_string());
+        let calibrated = Plan { transfer_steps: 0, tuning: None, ..plan(&teacher, attention, &out, &stop) };
+        let report = convert(&calibrated, &data)?;
+        let stage = report.stages.iter().find(|stage| stage.name == "calibrate").context("it was calibrated")?;
+        assert_eq!(stage.tokens, tokens, "{attention}");
     }
     Ok(())
 }
