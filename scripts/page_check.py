@@ -82,7 +82,7 @@ class Browser:
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ["Page", "Runtime", "Log", "Network"]:
             self.call(f"{domain}.enable")
-        # Workers have sessions of their own, and wait at their beginning until these are listened to.
+        # Workers have sessions of their own, and wait at their beginning until somebody listens.
         self.call("Target.setAutoAttach", autoAttach=True, waitForDebuggerOnStart=True, flatten=True)
 
     def message(self, until):
@@ -126,7 +126,7 @@ class Browser:
             self.errors.append(f"{entry['text']} {entry.get('url', '')}")
         elif message.get("method") == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
-        elif message.get("method") == "Target.attachedToTarget":
+        elif message.get("method") == "Target.attachedToTarget" and parameters["targetInfo"]["type"] != "page":
             self.workers += 1
             for method in ["Runtime.enable", "Network.enable", "Runtime.runIfWaitingForDebugger"]:
                 self.send(method, {}, parameters["sessionId"])
@@ -420,7 +420,7 @@ def check_stops(browser, url):
     begun("pace=full&length=100000&seed=1")
     browser.evaluate("const prompt = document.getElementById('prompt'); prompt.value = 'Ben was'; prompt.focus()")
     press(browser, "Enter", 13, "\r")
-    browser.until(f"{SHOWN}.startsWith('Ben was') && {writing}", 30)
+    browser.until(f"{SHOWN}.startsWith('Ben was') && {SHOWN}.length > 60", 30)
     browser.evaluate(click % "start")
     browser.done(10)
 

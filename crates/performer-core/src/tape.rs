@@ -180,7 +180,10 @@ impl Tape {
             let (contributions, fresh) = match &record.backward {
                 Pass::AddTo(add) => {
                     if let Some(&at) = position.get(&record.inputs[0].id()) {
-                        gradients[at] = Some(add(gradients[at].take(), &gradient)?.detach());
+                        // Candle adds rows on CUDA only to a sum that is whole.
+                        let whole = |sum: Tensor| if is_whole(&sum) { Ok(sum) } else { sum.force_contiguous() };
+                        let sum = gradients[at].take().map(whole).transpose()?;
+                        gradients[at] = Some(add(sum, &gradient)?.detach());
                     }
                     continue;
                 }
@@ -315,4 +318,34 @@ fn add(out: &Tensor, inputs: &[&Tensor], backward: impl FnOnce() -> Pass) {
 /// Whether there is a tape on this thread.
 pub(crate) fn is_recording() -> bool {
     TAPES.with_borrow(|tapes| !tapes.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+    use crate::ops;
+
+    /// A gradient that is a view of another one, here a transposed one, is no sum that Candle adds
+    /// rows to on CUDA.
+    #[test]
+    fn what_is_added_to_a_sum_finds_it_whole() -> Result<()> {
+        let x = Var::from_tensor(&Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((2, 3))?)?;
+        let tape = Tape::start();
+        let hidden = ops::affine(&x, 2.0, 0.0)?;
+        let rows = hidden.copy()?;
+        record_sum(&rows, &hidden, |sum, gradient| {
+            let sum = sum.expect("the other operation comes first");
+            assert!(is_whole(&sum), "{:?}", sum.layout());
+            sum + gradient
+        });
+        let turned = ops::transpose(&hidden, 0, 1)?;
+        let weights = Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((3, 2))?;
+        let loss = ops::add(&ops::sum_all(&rows)?, &ops::sum_all(&ops::mul(&turned, &weights)?)?)?;
+        let gradients = tape.backward(&loss)?;
+        let of_x = gradients.get(&x).expect("a gradient").to_vec2::<f32>()?;
+        assert_eq!(of_x, [[2., 6., 10.], [4., 8., 12.]]);
+        Ok(())
+    }
 }

@@ -51,7 +51,7 @@ const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
 pub(crate) const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
-const TRAIN_STATE: &str = "train_state.json";
+pub(crate) const TRAIN_STATE: &str = "train_state.json";
 
 /// The files whose digests `model.safetensors` lists, in the order in which they are written.
 const COMPANIONS: [&str; 4] = [CONFIG, TOKENIZER, OPTIMIZER, TRAIN_STATE];

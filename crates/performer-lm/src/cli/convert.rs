@@ -266,14 +266,14 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
              text: give another one"
         ));
     }
-    let spelt = spec.to_string();
     let second = args.second.as_deref().map(|text| held_out(text, &teacher.tokenizer)).transpose()?;
     let second = second.as_ref().map(|(name, tokens)| Second { name, tokens });
     let recall = match &args.recall {
         Some(lengths) => lengths.iter().copied().filter(|&tokens| tokens > 0).collect(),
         None => {
             let (tokenizer, listener) = (&teacher.tokenizer, &output::TERMINAL);
-            let examiner = Examiner { tokenizer, text: &data.valid, threads: machine.threads, listener };
+            let text = if args.layer_costs { &data.train } else { &data.valid };
+            let examiner = Examiner { tokenizer, text, threads: machine.threads, listener };
             // Learned positions end with the context; rotary ones do not.
             let positions = if config.positions == Positions::Learned { config.context } else { usize::MAX };
             RECALL.into_iter().filter(|&tokens| tokens <= positions && examiner.check(tokens).is_ok()).collect()
@@ -305,7 +305,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         recall,
         points: args.points,
         seed: args.seed,
-        data_spec: Some(&spelt),
+        data: Some(&spec),
         listener: &output::TERMINAL,
     };
     if args.layer_costs {

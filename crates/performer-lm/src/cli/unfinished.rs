@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::output;
-use crate::train::{unfinished_stage, unfinished_step};
+use crate::{convert::unfinished_stage, train::unfinished_step};
 
 /// Says so if the weights of a model are those of the midst of its training or conversion.
 pub(super) fn note(model: &str) {
@@ -13,7 +13,7 @@ pub(super) fn note(model: &str) {
     }
     if let Some(stage) = unfinished_stage(folder) {
         output::note(&format!(
-            "the conversion in {model} was stopped in its stage {stage}: these are the weights before that"
+            "the conversion in {model} has not finished its stage {stage}: these are the weights before it"
         ));
     }
 }

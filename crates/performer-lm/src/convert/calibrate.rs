@@ -14,8 +14,8 @@ use crate::{
     },
 };
 
-/// Number of sequences in a calibration pass.
-const ROWS: usize = 4;
+/// Number of sequences in a calibration pass, and of those that forget gates are fitted to.
+pub(super) const ROWS: usize = 4;
 
 /// Computes the moments of every layer over whole batches of training tokens, at least `tokens` of
 /// them; returns how many were read, too.
@@ -49,7 +49,7 @@ pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, da
     }
     let paced = gates::paced(teacher, &student, data, plan.seed)?;
     if !paced.is_empty() {
-        tokens = tokens.max(gates::ROWS * plan.config.context);
+        tokens = tokens.max(ROWS * plan.config.context);
         let mut tensors = student.tensors()?;
         tensors.extend(paced);
         student = Decoder::frozen(&plan.config, &tensors, &plan.device)?;

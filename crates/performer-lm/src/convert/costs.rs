@@ -55,10 +55,9 @@ impl Costs {
 }
 
 /// Measures the teacher of the plan, and then the teacher with each of its layers alone exchanged
-/// for what the plan's configuration has there. It measures on the training text, so that the held-out
-/// text on which [`run`](super::run) reports has chosen no layer. It trains nothing, fits nothing and
-/// writes nothing.
-/// Returns `None` if it was stopped.
+/// for what the plan's configuration has there. It measures on the training text, so that the
+/// held-out text on which [`run`](super::run) reports has chosen no layer. It trains nothing, fits
+/// nothing and writes nothing. Returns `None` if it was stopped.
 ///
 /// # Errors
 /// As [`run`](super::run), if a loss is not finite, and if recall cannot be measured in texts of

@@ -10,15 +10,12 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use performer_core::{Attention, Inputs, Mask, Softmax};
 
-use super::has_paced_gates;
+use super::{calibrate::ROWS, has_paced_gates};
 use crate::{
     config::ModelConfig,
     data::{Batches, Prepared},
     model::Decoder,
 };
-
-/// Number of sequences whose distances are compared.
-pub(super) const ROWS: usize = 4;
 
 /// The time constant of gates that forget hardly anything, in contexts. Gates that forget less get
 /// gradients that are smaller by as much.

@@ -48,9 +48,10 @@ pub struct HeadReport {
 /// features that can be fitted are fitted to moments over `calibrate_tokens` tokens.
 ///
 /// # Errors
-/// If a layer of the teacher is not softmax, if the training text does not fill a batch, if there
-/// is no held-out text, if `calibrate_tokens` is 0, or if the feature map of `favor` cannot be made
-/// for the teacher's head dimension or fitted to its queries and keys.
+/// If a layer of the teacher is not softmax, if the training text does not fill a batch, if the
+/// context or the held-out text has fewer than 16 tokens, if `calibrate_tokens` is 0, or if the
+/// feature map of `favor` cannot be made for the teacher's head dimension or fitted to its queries
+/// and keys.
 pub fn inspect(
     teacher: &Decoder,
     data: &Prepared,
@@ -60,6 +61,7 @@ pub fn inspect(
     seed: u64,
 ) -> Result<Vec<HeadReport>> {
     require_softmax(teacher.config())?;
+    let windows = held_out(&data.valid, teacher.config().context)?;
     let (moments, _) = moments(teacher, data, calibrate_tokens, seed)?;
     let deviations: Vec<Vec<f64>> = moments.iter().map(Moments::logit_deviation).collect::<candle_core::Result<_>>()?;
     let group = teacher.config().heads / teacher.config().kv_heads;
@@ -77,7 +79,6 @@ pub fn inspect(
         };
         favor.map.build(d, Some(&performer_core::features::RandomParameters { projection, offsets }), &Device::Cpu)
     };
-    let windows = held_out(&data.valid, teacher.config().context)?;
     let mut reports = Vec::new();
     let ids = windows.to_device(teacher.device())?;
     teacher.hidden_through(&ids, |layer, inputs| {

@@ -45,7 +45,7 @@ use serde_json::{Value, json};
 use crate::{
     checkpoint::{REPORTS, remove_reports, require_free},
     config::{AttentionConfig, ModelConfig},
-    data::{Batches, Prepared, TokenFile},
+    data::{Batches, DataSpec, Prepared, TokenFile},
     errors::Cause,
     files::{self, Lock, require_no_file, unread},
     listener::Listener,
@@ -59,6 +59,7 @@ pub use inspect::{HeadReport, inspect};
 pub use measure::{Measured, Predictions};
 use measure::{Measurements, Meter, about};
 pub use report::{Point, Report, Stage};
+pub use stage::unfinished_stage;
 use stage::{Bookmark, Progress};
 pub use tune::Tuning;
 
@@ -122,9 +123,8 @@ pub struct Plan<'a> {
     pub points: usize,
     /// Seed of features and data order.
     pub seed: u64,
-    /// The data as the command line spelt it, which the folder keeps so that it is known what the
-    /// student has learned from.
-    pub data_spec: Option<&'a str>,
+    /// The data, which the folder names so that it is known what the student has learned from.
+    pub data: Option<&'a DataSpec>,
     /// Is told of stages and steps, and of what a person should know.
     pub listener: &'a dyn Listener,
 }
@@ -167,8 +167,9 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         None => {
             meter.check()?;
             // A text that is too short for the stages is refused before any of them.
-            if plan.wants("transfer") || plan.wants("tune") {
-                Batches::new(data.train.clone(), plan.config.context, plan.batch_size, plan.seed)?;
+            let stages = [("calibrate", calibrate::ROWS), ("transfer", plan.batch_size), ("tune", plan.batch_size)];
+            for (_, rows) in stages.into_iter().filter(|(stage, _)| plan.wants(stage)) {
+                Batches::new(data.train.clone(), plan.config.context, rows, plan.seed)?;
             }
             let report = Report {
                 attention_spec: plan.config.attention_text(),
@@ -280,7 +281,7 @@ impl Plan<'_> {
             control: _,
             out: _,
             overwrite: _,
-            data_spec: _,
+            data: _,
             threads: _,
             stop: _,
             listener: _,
@@ -470,7 +471,7 @@ fn earlier(plan: &Plan, key: &RunKey) -> Result<Option<Progress>> {
         let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
         let report =
             serde_json::from_str(&text).with_context(|| unread(&file, &text, "stages", "convert from the start"))?;
-        Progress { key: None, report, data_spec: None, stage: None }
+        Progress::new(None, &report, plan.data, out, None)
     } else {
         ensure!(
             !out.join("model.safetensors").exists(),
@@ -570,8 +571,7 @@ fn save(plan: &Plan, student: &Decoder, report: &Report, clear: &mut dyn FnMut()
         tensors: student.tensors()?,
         metadata,
     };
-    let data_spec = plan.data_spec.map(str::to_string);
-    let progress = Progress { key: report.key.clone(), report: report.clone(), data_spec, stage: None };
+    let progress = Progress::new(report.key.clone(), report, plan.data, plan.out, None);
     progress.save_over(&checkpoint, plan.out, Default::default(), clear)?;
     files::write_json(&plan.out.join(REPORT), report)
 }

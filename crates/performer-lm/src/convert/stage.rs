@@ -6,13 +6,20 @@
 //! maps are parameters. So the weights of the checkpoint stay those before the stage, and the
 //! parameters in training are stored with the moments of the optimiser.
 
-use std::{collections::HashMap, path::Path, time::Instant};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    time::Instant,
+};
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
-use super::{CONVERSION, Plan, Point, Report};
+use super::{CONTROL, CONVERSION, Plan, Point, Report};
+use crate::checkpoint::TRAIN_STATE;
+use crate::data::DataSpec;
 use crate::errors::Cause;
 use crate::train::{AdamW, Checkpoint, RunKey, TrainingState};
 
@@ -26,9 +33,13 @@ pub(super) struct Progress {
     pub(super) key: Option<RunKey>,
     /// The report of the finished stages.
     pub(super) report: Report,
-    /// See [`Plan::data_spec`]; `None` in states of versions that did not record it.
+    /// [`Plan::data`] as the command line spelt it; `None` in states of versions that did not record
+    /// it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) data_spec: Option<String>,
+    data_spec: Option<String>,
+    /// The path from the folder to the data, where they were named by a relative one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    data_from_here: Option<PathBuf>,
     /// The stage in progress, if any.
     pub(super) stage: Option<InProgress>,
 }
@@ -49,6 +60,19 @@ pub(super) struct InProgress {
 }
 
 impl Progress {
+    /// Makes the progress of a conversion on `data` whose folder is `dir`.
+    pub(super) fn new(
+        key: Option<RunKey>,
+        report: &Report,
+        data: Option<&DataSpec>,
+        dir: &Path,
+        stage: Option<InProgress>,
+    ) -> Self {
+        let data_spec = data.map(DataSpec::to_string);
+        let data_from_here = data.and_then(|data| data.path_from(dir));
+        Self { key, report: report.clone(), data_spec, data_from_here, stage }
+    }
+
     /// Reads the progress of the conversion in `dir`.
     pub(super) fn load(dir: &Path, device: &Device) -> Result<Self> {
         let state = TrainingState::load(dir, device)?;
@@ -84,11 +108,19 @@ impl Progress {
     }
 }
 
+/// Returns the stage of the conversion in `dir` that is not finished yet, before which the weights
+/// there were saved. The control is no such stage, for it changes other weights.
+pub fn unfinished_stage(dir: &Path) -> Option<String> {
+    let state: Value = serde_json::from_slice(&std::fs::read(dir.join(TRAIN_STATE)).ok()?).ok()?;
+    let name = state["stage"]["name"].as_str()?;
+    (name != CONTROL).then(|| name.into())
+}
+
 /// A `Bookmark` knows where a stage of training stands, and saves it.
 pub(super) struct Bookmark<'a> {
     pub(super) name: &'static str,
     dir: &'a Path,
-    data_spec: Option<&'a str>,
+    data: Option<&'a DataSpec>,
     key: RunKey,
     /// The student before the stage.
     checkpoint: Checkpoint,
@@ -109,16 +141,7 @@ impl<'a> Bookmark<'a> {
         interrupted: Option<InProgress>,
     ) -> Self {
         let interrupted = interrupted.filter(|stage| stage.name == name);
-        Self {
-            name,
-            dir: plan.out,
-            data_spec: plan.data_spec,
-            key,
-            checkpoint,
-            report,
-            interrupted,
-            begun: Instant::now(),
-        }
+        Self { name, dir: plan.out, data: plan.data, key, checkpoint, report, interrupted, begun: Instant::now() }
     }
 
     /// Returns the seconds that the stage took before it was interrupted.
@@ -165,12 +188,7 @@ impl<'a> Bookmark<'a> {
             seconds: self.seconds() + self.begun.elapsed().as_secs_f64(),
             tensors: HashMap::new(),
         };
-        let progress = Progress {
-            key: Some(self.key.clone()),
-            report: self.report.clone(),
-            data_spec: self.data_spec.map(str::to_string),
-            stage: Some(stage),
-        };
+        let progress = Progress::new(Some(self.key.clone()), self.report, self.data, self.dir, Some(stage));
         progress.save(&self.checkpoint, self.dir, tensors)
     }
 }

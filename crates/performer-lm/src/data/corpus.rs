@@ -12,6 +12,7 @@ use super::hub::Hub;
 use super::split::{MAX_VALID, halves, split, without_shared};
 use super::text::{Documents, Text};
 use crate::errors::Cause;
+use crate::files::between;
 use crate::listener::Listener;
 
 /// Short stories embedded in the program, so that everything works without a network. They are
@@ -54,12 +55,22 @@ impl DataSpec {
         self.resolved_with(Hub::from_env())
     }
 
+    /// Returns the path that leads to the data from a folder, where they are named by a relative
+    /// one. A path that JSON has no text for is left out: a run then asks for its data where it
+    /// goes on in another folder.
+    pub(crate) fn path_from(&self, folder: &Path) -> Option<PathBuf> {
+        match self {
+            Self::Path(path) if path.is_relative() => between(folder, path).filter(|path| path.to_str().is_some()),
+            _ => None,
+        }
+    }
+
     /// Whether `file` is the text that this data trains on, or one of which it trains on a part.
     pub(crate) fn trains_on(&self, file: &Path) -> bool {
-        let (Self::Path(path), Ok(file)) = (self, file.canonicalize()) else { return false };
-        // A folder's own path is no file.
-        let texts = TRAINING_TEXTS.map(|name| path.join(name));
-        texts.iter().chain([path]).any(|text| text.canonicalize().is_ok_and(|text| text == file))
+        let Self::Path(path) = self else { return false };
+        let of_folder = TRAINING_TEXTS.map(|name| path.join(name)).into_iter().find(|text| text.is_file());
+        let text = of_folder.as_ref().unwrap_or(path);
+        text.is_file() && text.canonicalize().is_ok_and(|text| file.canonicalize().is_ok_and(|file| file == text))
     }
 
     fn resolved_with(&self, hub: Result<Hub>) -> Self {

@@ -117,7 +117,8 @@ impl Plan {
             );
         }
         if let Some(window) = self.window {
-            // Where no context is given it is the model's, to which the window is held once that is read.
+            // Where no context is given it is the model's, to which the window is held when that is
+            // read.
             let context = self.context.unwrap_or(usize::MAX);
             ensure!(
                 (1..context).contains(&window),

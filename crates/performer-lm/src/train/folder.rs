@@ -85,12 +85,6 @@ pub(crate) fn is_begun(dir: &Path) -> Result<bool> {
     Ok(TrainingState::is_in(dir)? && !is_other)
 }
 
-/// Returns the stage of a conversion that is not finished yet, before which the weights in the
-/// folder were saved.
-pub fn unfinished_stage(dir: &Path) -> Option<String> {
-    Some(state_in(dir)?["stage"]["name"].as_str()?.into())
-}
-
 /// Returns after which step the weights in a folder were saved, if it is that of a training which
 /// has no result yet.
 pub fn unfinished_step(dir: &Path) -> Option<u64> {

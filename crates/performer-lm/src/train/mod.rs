@@ -31,7 +31,7 @@ pub(crate) use folder::as_trained;
 pub(crate) use folder::is_begun;
 pub use folder::{
     Found, SavedData, default_out, find, find_or_run, is_finished, load_model, run_name, runs_beside, saved_data,
-    saved_passes, trains_on, unfinished_stage, unfinished_step,
+    saved_passes, trains_on, unfinished_step,
 };
 pub use gradients::Gradients;
 pub use log::{Record, read_log};

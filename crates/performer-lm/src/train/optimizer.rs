@@ -255,7 +255,7 @@ impl AdamW {
                 Moments::Host { .. } => Moments::Host { m: host_values(m)?, v: host_values(v)? },
                 #[cfg(feature = "cuda")]
                 Moments::Cuda { .. } => {
-                    let own = |t: &Tensor| t.to_device(var.device())?.to_dtype(DType::F32)?.copy();
+                    let own = |t: &Tensor| t.to_device(var.device())?.to_dtype(DType::F32)?.force_contiguous();
                     Moments::Cuda { m: own(m)?, v: own(v)? }
                 }
                 Moments::Tensors { .. } => {

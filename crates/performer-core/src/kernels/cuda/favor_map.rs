@@ -273,7 +273,10 @@ pub(crate) struct OwnKeys {
 impl OwnKeys {
     /// A map that lasts, which several threads may use.
     pub(crate) fn lasting(numbers: [&Tensor; 3], metric: Option<&Tensor>) -> Result<Self> {
-        Ok(Self { shared: true, ..Self::of_a_call(numbers, metric)? })
+        let made = Self::of_a_call(numbers, metric)?;
+        // Another thread may read these numbers first, and each has a queue of its own on the card.
+        synchronize(made.queries.device().as_cuda_device()?)?;
+        Ok(Self { shared: true, ..made })
     }
 
     /// A map for one call.

@@ -48,7 +48,8 @@ use candle_core::{
     op::BackpropOp,
 };
 use cudarc::driver::{
-    CudaFunction, CudaModule, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg, SyncOnDrop,
+    CudaContext, CudaFunction, CudaModule, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig,
+    PushKernelArg, SyncOnDrop,
     sys::{CUdevice_attribute, CUfunction_attribute_enum},
 };
 
@@ -163,8 +164,10 @@ impl Source {
             std::collections::hash_map::Entry::Vacant(vacant) => {
                 let started = Instant::now();
                 let image = compile::compiled(self, &macros, capability(device)?)?;
-                let loaded =
-                    device.cuda_stream().context().load_module(image).map_err(|e| context("cannot be loaded", &e))?;
+                let loaded = device.cuda_stream().context().load_module(image).map_err(|e| {
+                    let advice = "cannot be loaded (if the card's driver is older than the compiler, update it)";
+                    context(advice, &e)
+                })?;
                 compile::count(|loads| loads.time += started.elapsed());
                 vacant.insert((loaded, HashMap::new()))
             }
@@ -245,6 +248,7 @@ impl<'a> Launch<'a> {
     /// [`Self::value`] of this launch.
     pub fn address(&mut self, storage: &'a CudaStorage, layout: &Layout) -> Result<u64> {
         on_slice!(&storage.slice, slice => {
+            self.require_card(slice.context())?;
             let (pointer, sync) = slice.device_ptr(&self.kernel.stream);
             self.uses.push(sync);
             Ok(pointer + (layout.start_offset() * (slice.num_bytes() / slice.len().max(1))) as u64)
@@ -254,10 +258,20 @@ impl<'a> Launch<'a> {
     /// Returns the address of memory for results, for such a struct.
     pub fn address_mut(&mut self, storage: &'a mut CudaStorage) -> Result<u64> {
         on_slice!(&mut storage.slice, slice => {
+            self.require_card(slice.context())?;
             let (pointer, sync) = slice.device_ptr_mut(&self.kernel.stream);
             self.uses.push(sync);
             Ok(pointer)
         })
+    }
+
+    /// Refuses memory of another card, which the kernel would read as its own.
+    fn require_card(&self, of_memory: &CudaContext) -> Result<()> {
+        let (card, other) = (self.kernel.stream.context().ordinal(), of_memory.ordinal());
+        if card != other {
+            bail!("a kernel on CUDA card {card} was given a tensor on card {other}; move it to that of the others");
+        }
+        Ok(())
     }
 
     /// Adds a null pointer to the arguments, where a kernel can do without a tensor.
@@ -292,9 +306,37 @@ impl<'a> Launch<'a> {
     }
 }
 
+/// What kernels are chosen by: it does not change while a program runs.
+#[derive(Clone, Copy)]
+struct Card {
+    /// The compute capability.
+    capability: (i32, i32),
+    /// The most shared memory that a thread block may have, in bytes.
+    most_shared: usize,
+}
+
+/// Asks a card once what it is. Each question to the driver would also return, and take away, the
+/// error of an earlier call, which belongs to whoever does something on the card.
+fn card(device: &CudaDevice) -> Result<Card> {
+    static CARDS: OnceLock<Mutex<HashMap<usize, Card>>> = OnceLock::new();
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    let mut cards = CARDS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(card) = cards.get(&context.ordinal()) {
+        return Ok(*card);
+    }
+    let most = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+    let card = Card {
+        capability: context.compute_capability().w()?,
+        most_shared: context.attribute(most).w()?.max(0) as usize,
+    };
+    cards.insert(context.ordinal(), card);
+    Ok(card)
+}
+
 /// Returns the compute capability of a device, such as (9, 0).
 pub fn capability(device: &CudaDevice) -> Result<(i32, i32)> {
-    device.cuda_stream().context().compute_capability().w()
+    Ok(card(device)?.capability)
 }
 
 static WARPGROUPS: LazyLock<AtomicBool> =
@@ -320,15 +362,11 @@ pub fn device_name(device: &CudaDevice) -> String {
 
 /// The most shared memory that a thread block may have on a card, in bytes.
 fn most_shared(device: &CudaDevice) -> Result<usize> {
-    attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+    Ok(card(device)?.most_shared)
 }
 
 /// The shared memory that thread blocks of FAVOR are chosen for, in bytes. A card with more than an
 /// A100 counts as an A100, so that all cards of data centres divide problems alike.
 fn shared_as_on_an_a100(device: &CudaDevice) -> Result<usize> {
     Ok(most_shared(device)?.min(163 << 10))
-}
-
-fn attribute(device: &CudaDevice, attribute: CUdevice_attribute) -> Result<usize> {
-    Ok(device.cuda_stream().context().attribute(attribute).w()?.max(0) as usize)
 }

@@ -12,7 +12,7 @@ use crate::{
     config::{ModelConfig, TrainingConfig},
     data::{DataSpec, Prepared},
     errors::Cause,
-    files::{Lock, between},
+    files::Lock,
     model::{Decoder, pretrained::Pretrained},
     train::{
         AdamW, Checkpoint, Earlier, Grid, RunKey, TrainingState,
@@ -177,14 +177,7 @@ impl<'a> Trainer<'a> {
         let batches = training_batches(model.config(), &training, data)?;
         let key = RunKey::of_training(model.config(), &training, data, &options.device)?;
         let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
-        let data_from_here = match options.data.parse()? {
-            // A path that JSON has no text for is not kept: the run then asks for its data where it
-            // goes on in another folder.
-            DataSpec::Path(path) if path.is_relative() => {
-                between(options.out, &path).filter(|path| path.to_str().is_some())
-            }
-            _ => None,
-        };
+        let data_from_here = options.data.parse::<DataSpec>()?.path_from(options.out);
         Ok(Self {
             model,
             optimizer,
