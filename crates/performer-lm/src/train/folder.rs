@@ -79,7 +79,7 @@ pub fn is_finished(dir: &Path) -> bool {
 
 /// Whether a folder holds a training that `train --resume` can go on with. A first save that was
 /// interrupted counts too: its state still has another name.
-pub(crate) fn is_begun(dir: &Path) -> Result<bool> {
+pub fn is_begun(dir: &Path) -> Result<bool> {
     let is_training = |run: &str| run == TRAINING;
     let is_other = state_in(dir).is_some_and(|state| !state["key"]["run"].as_str().is_none_or(is_training));
     Ok(TrainingState::is_in(dir)? && !is_other)

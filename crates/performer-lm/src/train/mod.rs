@@ -28,10 +28,9 @@ pub use crate::{
 pub use cards::connect;
 #[cfg(feature = "lab")]
 pub(crate) use folder::as_trained;
-pub(crate) use folder::is_begun;
 pub use folder::{
-    Found, SavedData, default_out, find, find_or_run, is_finished, load_model, run_name, runs_beside, saved_data,
-    saved_passes, trains_on, unfinished_step,
+    Found, SavedData, default_out, find, find_or_run, is_begun, is_finished, load_model, run_name, runs_beside,
+    saved_data, saved_passes, trains_on, unfinished_step,
 };
 pub use gradients::Gradients;
 pub use log::{Record, read_log};
