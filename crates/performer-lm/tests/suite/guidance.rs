@@ -59,8 +59,10 @@ fn a_text_that_is_too_short_for_its_batches_is_told() {
     let convert = [&convert[..], &["--batch-size", "1", "--recall", "0", "--points", "0"]].concat();
     let on_text = [&convert[..], &["--data", "text", "--out", "converted"]].concat();
     printed_and_said(dir.path(), &on_text);
-    let on_folder =
-        [&convert[..], &["--data", "folder", "--second", "folder/train.txt", "--out", "on-folder"]].concat();
+    // A path that is not relative is known by its own.
+    let folder = dir.path().join("folder");
+    let data = ["--data", folder.to_str().unwrap(), "--second", "folder/train.txt", "--out", "on-folder"];
+    let on_folder = [&convert[..], &data].concat();
     let [_, said] = printed_and_said(dir.path(), &on_folder);
     assert!(said.contains("the conversion learns from folder/train.txt or a part of it"), "{said}");
     for (model, text, is_trained_on) in [
