@@ -33,8 +33,8 @@ pub(super) struct Progress {
     pub(super) key: Option<RunKey>,
     /// The report of the finished stages.
     pub(super) report: Report,
-    /// [`Plan::data`] as the command line spelt it; `None` in states of versions that did not record
-    /// it.
+    /// [`Plan::data`] as the command line spelt it; `None` in states of versions that did not
+    /// record it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     data_spec: Option<String>,
     /// The path from the folder to the data, where they were named by a relative one.
