@@ -262,8 +262,8 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     }
     if let Some(second) = args.second.as_deref().filter(|second| spec.trains_on(Path::new(second))) {
         output::note(&format!(
-            "warning: the conversion learns from {second} or a part of it, and all of it is measured as the second \
-             text: give another one"
+            "warning: the conversion learns from {second} or a part of it, and all of it is measured as \
+             the second text: give another one"
         ));
     }
     let second = args.second.as_deref().map(|text| held_out(text, &teacher.tokenizer)).transpose()?;
@@ -411,8 +411,8 @@ fn cost_table(costs: &Costs, recall: &[usize], given: &[(Vec<usize>, AttentionCo
         false => format!("\nto keep the half exact that costs most: {}", exact_too(&most, given)),
     };
     format!(
-        "{}\n\n{}: {}\ncost: nats/token lost on the training text, and on pass keys and pairs where the teacher finds any; recall: share found again \
-         (nats/token){hint}",
+        "{}\n\n{}: {}\ncost: nats/token lost on the training text, and on pass keys and pairs where the \
+         teacher finds any; recall: share found again (nats/token){hint}",
         output::table(&header, &rows),
         costs.attention_spec,
         costs.corpus

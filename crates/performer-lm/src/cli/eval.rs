@@ -174,8 +174,8 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
     let file = Path::new(&args.data);
     if file.is_file() && trains_on(Path::new(&args.model), file) {
         output::note(&format!(
-            "warning: {0} was trained on {1} or a part of it, and all of it is predicted here: measure it on \
-             another text, such as the valid.txt of a folder that it is trained on",
+            "warning: {0} was trained on {1} or a part of it, and all of it is predicted here: measure it \
+             on another text, such as the valid.txt of a folder that it is trained on",
             args.model, args.data
         ));
     }

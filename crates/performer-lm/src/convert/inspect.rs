@@ -114,8 +114,8 @@ fn held_out(tokens: &TokenFile, context: usize) -> Result<Tensor> {
     let batch = batch.context("there is no held-out text")?;
     ensure!(
         batch.context >= LEAST_TOKENS,
-        "attention is compared in {} tokens, the shorter of the context and the held-out text; it takes at least \
-         {LEAST_TOKENS} to say something",
+        "attention is compared in {} tokens, the shorter of the context and the held-out text; it takes \
+         at least {LEAST_TOKENS} to say something",
         batch.context
     );
     Ok(Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), &Device::Cpu)?)

@@ -411,7 +411,8 @@ fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverg
         title: "What closes the gap to softmax?".into(),
         summary: vec![
             format!(
-                "A decoder of {} layers, dim {}, {} heads, context {}, {} steps of {} sequences, on {} in {} different tokens; {} seed(s). Losses are of the {split} text. The same \
+                "A decoder of {} layers, dim {}, {} heads, context {}, {} steps of {} sequences, on {} in \
+                 {} different tokens; {} seed(s). Losses are of the {split} text. The same \
                  weights at the start where shapes agree, the same text in the same order, the same schedule.",
                 plan.config.layers,
                 plan.config.hidden_size,

@@ -335,8 +335,8 @@ fn extended(
         && sums.shape != shape
     {
         bail!(
-            "state: it holds sums of {:?}, but this input needs {shape:?}; a state belongs to one layer, one batch and, for some sizes \
-             of heads, cards with as much shared memory",
+            "state: it holds sums of {:?}, but this input needs {shape:?}; a state belongs to one layer, \
+             one batch and, for some sizes of heads, cards with as much shared memory",
             sums.shape
         );
     }
