@@ -3,10 +3,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::{
-    Attention, Identity, Inputs, Mask, Memory, Path, Segment, State, StateRecord, gates, inputs::Sizes,
-    layout::check_finite,
-};
+use super::{Attention, Identity, Inputs, Mask, Memory, Path, Segment, State, StateRecord, inputs::Sizes};
 use crate::{ops, projection::derive_seed};
 
 /// Attention whose heads are divided among several attentions, in order and equally: of 4 key heads
@@ -149,26 +146,29 @@ impl ByHead {
     }
 }
 
+/// Returns the outputs of the groups. A group sees its own heads alone, so an error about a number
+/// in them would name another head: what is wrong with the inputs of all is said first.
+fn named_in(inputs: Inputs<'_>, outs: Result<Vec<Tensor>>) -> Result<Vec<Tensor>> {
+    outs.or_else(|error| inputs.check_finite().and(Err(error)))
+}
+
 impl Attention for ByHead {
     fn forward(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Tensor> {
         let parts = self.divide(inputs, inputs.sizes_under(mask)?)?;
         let outs = self.groups.iter().zip(&parts).map(|(group, part)| group.forward(part.inputs(), mask));
-        Self::join(&outs.collect::<Result<Vec<_>>>()?)
+        Self::join(&named_in(inputs, outs.collect())?)
     }
 
     fn forward_segment(&self, inputs: Inputs<'_>, segment: &Segment) -> Result<Tensor> {
         let parts = self.divide(inputs, inputs.sizes_under(&Mask::causal())?)?;
         let outs = self.groups.iter().zip(&parts).map(|(group, part)| group.forward_segment(part.inputs(), segment));
-        Self::join(&outs.collect::<Result<Vec<_>>>()?)
+        Self::join(&named_in(inputs, outs.collect())?)
     }
 
     fn advance(&self, inputs: Inputs<'_>, state: &mut State) -> Result<Tensor> {
         let sizes = inputs.sizes()?;
         let parts = self.divide(inputs, sizes)?;
-        for (name, t) in [("q", inputs.q), ("k", inputs.k), ("v", inputs.v)] {
-            check_finite(t, name)?;
-        }
-        inputs.gates.map(gates::check).transpose()?;
+        inputs.check_finite()?;
         if inputs.q.dim(2)? == 0 && state.tokens() == 0 {
             // No tokens leave a new state as it is, which any attention can still go on from.
             return self.forward(inputs, &Mask::causal());

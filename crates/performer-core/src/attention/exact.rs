@@ -164,9 +164,11 @@ impl Exact {
         let keep_of = |t: &Tensor, in_room: bool| -> Result<Tensor> {
             if missing == 0 || sinks == 0 {
                 let kept = t.narrow(2, missing, all - missing)?;
-                // A GPU refuses memory for no numbers, so nothing is copied where nothing is kept.
                 // A view of the caller's tensor would change with it, and hold all of its memory.
-                return if missing == all || in_room { Ok(kept) } else { kept.force_contiguous() };
+                // But a GPU refuses memory for no numbers, so there nothing is copied where nothing
+                // is kept.
+                let no_copy = in_room || (missing == all && !t.device().is_cpu());
+                return if no_copy { Ok(kept) } else { kept.force_contiguous() };
             }
             Tensor::cat(&[&t.narrow(2, 0, sinks)?, &t.narrow(2, all - last, last)?], 2)
         };

@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Result, Tensor, bail};
 
-use super::Mask;
+use super::{Mask, gates, layout::check_finite};
 use crate::{kernels::compute_dtype, ops};
 
 /// The tensors that attention is computed from.
@@ -54,6 +54,15 @@ impl<'a> Inputs<'a> {
     /// Whoever computes with them finds out whether they fit each other, as [`Self::sizes`] does.
     pub fn new(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Self {
         Self { q, k, v, gates: None }
+    }
+
+    /// Refuses NaN, infinity and gates out of their range, on the CPU. Elsewhere it checks nothing,
+    /// since it would have to wait for the device on every call.
+    pub(super) fn check_finite(&self) -> Result<()> {
+        for (name, t) in [("q", self.q), ("k", self.k), ("v", self.v)] {
+            check_finite(t, name)?;
+        }
+        self.gates.map_or(Ok(()), gates::check)
     }
 
     /// Adds forget gates `(B, Hkv, Tk)`, which are logarithms: 0 keeps everything.

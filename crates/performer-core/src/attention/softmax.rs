@@ -11,7 +11,7 @@ use super::{
     exact::{Exact, check_sinks, check_window},
     gates,
     inputs::{Sizes, rows},
-    layout::{FLOOR, Folded, Rows, check_finite, values_and_one},
+    layout::{FLOOR, Folded, Rows, values_and_one},
     state::bytes_of,
 };
 use crate::{
@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// The least first capacity of a key-value cache, in tokens; a longer prompt sets its own. A cache
-/// grows by its first capacity.
+/// that is full grows to twice its size, or to what is needed if that is more.
 const CACHE_TOKENS: usize = 256;
 
 /// `softmax(q·kᵀ/√D) v` with gradients: `O(T²)` time; memory `O(T)` where it is fused (f32, f16 and
@@ -224,10 +224,7 @@ impl Attention for Softmax {
         }
         let Inputs { q, k, v, .. } = inputs;
         // The new part, before the cache is touched.
-        for (name, t) in [("q", q), ("k", k), ("v", v)] {
-            check_finite(t, name)?;
-        }
-        inputs.gates.map(gates::check).transpose()?;
+        inputs.check_finite()?;
         if let Some(window) = self.window {
             return self.advance_window(inputs, sizes, state, window);
         }
@@ -354,8 +351,11 @@ impl KeysAndValues {
     /// Adds tokens `(B, Hkv, T, ·)` to `past` others; returns all keys and all values.
     fn append(&mut self, k: &Tensor, v: &Tensor, gates: Option<&Tensor>, past: usize) -> Result<(Tensor, Tensor)> {
         let gates = gates::append(self.gates.as_ref(), past, gates, k)?;
-        if Arc::strong_count(&self.shared) > 1 {
-            let mut own = Self::new(self.cache.k_cache().max_seq_len());
+        let (room, needed) = (self.cache.k_cache().max_seq_len(), past + k.dim(2)?);
+        if Arc::strong_count(&self.shared) > 1 || needed > room {
+            // Room that doubles is copied as often as it doubles. Candle's cache would grow by what
+            // it began with, and copy all of it each time.
+            let mut own = Self::new(if needed > room { needed.max(2 * room) } else { room });
             if let (Some(k), Some(v)) = (self.cache.k()?, self.cache.v()?) {
                 own.cache.append(&k.contiguous()?, &v.contiguous()?)?;
             }

@@ -185,6 +185,9 @@ impl Attention for Windowed {
         if sizes.is_empty() {
             return sizes.zeros(inputs.q);
         }
+        // The new part by itself, so that an error names a place in it, and not in what is
+        // remembered.
+        inputs.check_finite()?;
         state.require_memory()?;
         state.advance_with(|past| self.attend(inputs, past))
     }

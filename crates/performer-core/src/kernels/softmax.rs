@@ -93,7 +93,7 @@ pub(crate) fn softmax(
     seen: Seen,
     logs: bool,
 ) -> Result<Tensor> {
-    let softmax = Softmax { seen, with_logs: logs, logs: OnceLock::new() };
+    let softmax = Softmax { seen, with_logs: logs, denominators: OnceLock::new() };
     let Some(gates) = gates else { return apply(softmax, [q, k, v]) };
     apply_beside(GatedSoftmax(softmax), [q, k, v], &[&ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?])
 }
@@ -103,8 +103,19 @@ struct Softmax {
     seen: Seen,
     /// Whether each row of outputs ends with the logarithm of its denominator.
     with_logs: bool,
-    /// The logarithms of the denominators, `(B, H, Tq)`, kept for the backward pass.
-    logs: OnceLock<Vec<f32>>,
+    /// The denominators, `(B, H, Tq)`, kept for the backward pass.
+    denominators: OnceLock<Vec<Denominator>>,
+}
+
+/// `Denominator` is the denominator of one query, `e^largest / factor`. Its logarithm alone would
+/// not do: where logits are large, `ln(1/factor)` has no digits left beside `largest`, and weights
+/// that are made with it do not sum to 1.
+#[derive(Clone, Copy, Default)]
+struct Denominator {
+    /// The largest logit; ∞ where no key is seen, so that every weight is 0.
+    largest: f32,
+    /// One over the sum of the exponentials of the logits less `largest`; 0 where no key is seen.
+    factor: f32,
 }
 
 /// `Head` is one query head and the key head it reads.
@@ -192,12 +203,12 @@ impl Head<'_> {
 }
 
 /// `Forward` computes the outputs `(·, Dv)`, or `(·, Dv + 1)` with logarithms, of queries of one
-/// head from `start` on, and the logarithms of their denominators.
+/// head from `start` on, and their denominators.
 struct Forward<'a> {
     head: &'a Head<'a>,
     start: usize,
     out: &'a mut [f32],
-    logs: &'a mut [f32],
+    denominators: &'a mut [Denominator],
 }
 
 impl WithSimd for Forward<'_> {
@@ -207,11 +218,11 @@ impl WithSimd for Forward<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> bool {
-        let Self { head, start, out, logs } = self;
+        let Self { head, start, out, denominators } = self;
         let (d, dv, width) = (head.q.width, head.v.width, padded(head.v.width));
-        let out_width = out.len() / logs.len();
-        let end = start + logs.len();
-        let mut finite = head.q.are_finite(start, logs.len());
+        let out_width = out.len() / denominators.len();
+        let end = start + denominators.len();
+        let mut finite = head.q.are_finite(start, denominators.len());
         // Keys and values are checked once for each head.
         if end == head.q.tokens {
             finite &= head.k.are_finite(0, head.k.tokens) & head.v.are_finite(0, head.v.tokens);
@@ -258,14 +269,15 @@ impl WithSimd for Forward<'_> {
                 gemm(simd, Accumulate::Yes, [queries, width, keys], left, v.right(j), &mut rows, width);
             }
             for (t, row) in rows.chunks_exact(width).enumerate().take(queries) {
-                let scale = if den[t] == 0.0 { 0.0 } else { den[t].recip() };
-                // A row that sees no key has weight 0 for every key in the backward pass too.
-                logs[i - start + t] = if den[t] == 0.0 { f32::INFINITY } else { largest[t] + den[t].ln() };
+                let sees_none = den[t] == 0.0;
+                let factor = if sees_none { 0.0 } else { den[t].recip() };
+                let largest = if sees_none { f32::INFINITY } else { largest[t] };
+                denominators[i - start + t] = Denominator { largest, factor };
                 let out = &mut out[(i - start + t) * out_width..(i - start + t + 1) * out_width];
-                out[..dv].iter_mut().zip(row).for_each(|(out, &x)| *out = x * scale + 0.0);
+                out[..dv].iter_mut().zip(row).for_each(|(out, &x)| *out = x * factor + 0.0);
                 if let Some(log) = out.get_mut(dv) {
                     // This is finite, for −∞ minus another −∞ would be NaN.
-                    *log = if den[t] == 0.0 { -1e37 } else { logs[i - start + t] };
+                    *log = if sees_none { -1e37 } else { largest + den[t].ln() };
                 }
             }
         }
@@ -381,15 +393,15 @@ impl Softmax {
         let inputs = Inputs::new([q, k, v], gates, &self.seen)?;
         let (b, h, t, _) = l1.shape().dims4()?;
         let dv = l3.dims()[3] + usize::from(self.with_logs);
-        let (mut out, mut logs) = (Fresh::new(b * h * t * dv), vec![0f32; b * h * t]);
+        let (mut out, mut denominators) = (Fresh::new(b * h * t * dv), vec![Denominator::default(); b * h * t]);
         let piece = if leaves_threads_idle(b * h) { PIECE } else { t };
         let mut work = Vec::new();
-        for (n, (out, logs)) in out.parts(t * dv).into_iter().zip(logs.chunks_exact_mut(t)).enumerate() {
-            let pieces = out.parts(piece * dv).into_iter().zip(logs.chunks_mut(piece)).enumerate();
-            work.extend(pieces.map(|(i, (out, logs))| (n, i * piece, out, logs)));
+        for (n, (out, of_head)) in out.parts(t * dv).into_iter().zip(denominators.chunks_exact_mut(t)).enumerate() {
+            let pieces = out.parts(piece * dv).into_iter().zip(of_head.chunks_mut(piece)).enumerate();
+            work.extend(pieces.map(|(i, (out, of_piece))| (n, i * piece, out, of_piece)));
         }
-        let finite = for_heads(work, |(n, start, out, logs)| {
-            arch().dispatch(Forward { head: &inputs.head(n), start, out: out.take(), logs })
+        let finite = for_heads(work, |(n, start, out, denominators)| {
+            arch().dispatch(Forward { head: &inputs.head(n), start, out: out.take(), denominators })
         });
         if finite.contains(&false) {
             for (name, storage, layout) in [("q", s1, l1), ("k", s2, l2), ("v", s3, l3)] {
@@ -398,7 +410,7 @@ impl Softmax {
         }
         // Candle calls the forward pass of an operation once, so this is empty until now. A second
         // call would keep what the first has left.
-        self.logs.get_or_init(|| logs);
+        self.denominators.get_or_init(|| denominators);
         Ok((storage_of(out.finish(), s1.dtype())?, Shape::from((b, h, t, dv))))
     }
 }

@@ -163,8 +163,17 @@ pub fn broadcast_as(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
     let repeated = shape.dims()[added..].iter().zip(from.dims()).enumerate();
     let repeated = repeated.filter(|(_, (all, one))| all != one).map(|(dim, _)| added + dim);
     let dims: Vec<usize> = (0..added).chain(repeated).collect();
-    record_view(&out, &[x], move |grad| Ok(vec![Some(grad.sum_keepdim(&dims[..])?.reshape(&from)?)]));
+    record_view(&out, &[x], move |grad| Ok(vec![Some(sum_in_f32(grad, &dims)?.reshape(&from)?)]));
     Ok(out)
+}
+
+/// Returns the sums of a gradient over some dimensions, which become 1. Numbers of half types are
+/// added in f32 and rounded at the end: added one by one in bf16, ones stop growing at 256.
+fn sum_in_f32(grad: &Tensor, dims: &[usize]) -> Result<Tensor> {
+    match grad.dtype() {
+        DType::BF16 | DType::F16 => grad.to_dtype(DType::F32)?.sum_keepdim(dims)?.to_dtype(grad.dtype()),
+        _ => grad.sum_keepdim(dims),
+    }
 }
 
 /// Computes the sums over the last dimension of `x`, which becomes 1.
@@ -258,7 +267,7 @@ pub fn add_to_each(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let leading: Vec<usize> = (0..a.rank().saturating_sub(b.rank())).collect();
     let shape = b.shape().clone();
     record_view(&out, &[a, b], move |grad| {
-        let of_b = if leading.is_empty() { grad.clone() } else { grad.sum_keepdim(&leading[..])?.reshape(&shape)? };
+        let of_b = if leading.is_empty() { grad.clone() } else { sum_in_f32(grad, &leading)?.reshape(&shape)? };
         Ok(vec![Some(grad.clone()), Some(of_b)])
     });
     Ok(out)

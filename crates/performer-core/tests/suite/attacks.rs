@@ -3,10 +3,10 @@
 //! the largest value.
 
 use crate::common::{Layout, Problem, Random, all_kernels, assert_close, is_positive, tensor, values};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use performer_core::features::Exp;
 use performer_core::reference::Shape;
-use performer_core::{Attention, Favor, FeatureMapKind, Inputs, Mask, Windowed};
+use performer_core::{Attention, Favor, FeatureMapKind, Inputs, Mask, Softmax, Windowed};
 
 /// Heads are grouped, and there are chunks, the last a partial one.
 const SHAPE: Shape = Shape { batch: 1, heads: 2, kv_heads: 1, q_len: 45, k_len: 45, head_dim: 6, value_dim: 3 };
@@ -170,6 +170,39 @@ fn finite_inputs_give_finite_outputs_and_gradients() -> Result<()> {
 }
 
 /// Weights sum to one: the mean of ones is one, whatever queries and keys are.
+/// Equal keys have equal weights, however large their logits are. The logarithm of how many there
+/// are has no digits left beside such logits.
+#[test]
+fn gradients_of_softmax_keep_their_digits_where_logits_are_large() -> Result<()> {
+    let tokens = 200usize;
+    for size in [1f32, 1e2, 1e3, 1e4] {
+        let x = |f: &dyn Fn(f32) -> f32| {
+            Var::from_vec((0..tokens).map(|t| f(t as f32)).collect(), (1, 1, tokens, 1), &Device::Cpu)
+        };
+        let vars = [x(&|_| size)?, x(&|_| size)?, x(&|t| (t * 0.7).sin())?];
+        let weights = x(&|t| (t * 1.3).cos())?;
+        let gradients = |dtype: DType, attention: Softmax, mask: &Mask| -> Result<Vec<Vec<f64>>> {
+            let vars = vars.each_ref().map(|var| Var::from_tensor(&var.to_dtype(dtype).unwrap()).unwrap());
+            let out = attention.forward(Inputs::new(&vars[0], &vars[1], &vars[2]), mask)?;
+            let gradients = (out * weights.to_dtype(dtype)?)?.sum_all()?.backward()?;
+            vars.iter().map(|var| values(gradients.get(var).unwrap())).collect()
+        };
+        for mask in [Mask::causal(), Mask::full()] {
+            let expected = gradients(DType::F64, Softmax::new().composed(), &mask)?;
+            for (name, (got, want)) in
+                "qkv".chars().zip(gradients(DType::F32, Softmax::new(), &mask)?.iter().zip(expected))
+            {
+                // Differences of products of values and gradients cancel in those of q and k.
+                let scale =
+                    want.iter().fold(if name == 'v' { 1e-3 } else { f64::from(size) }, |most, x| x.abs().max(most));
+                let error = got.iter().zip(&want).fold(0f64, |most, (a, b)| most.max((a - b).abs()));
+                assert!(error < 2e-6 * scale, "d{name} at logits of {:e}: off by {error:e} of {scale:e}", size * size);
+            }
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn means_of_ones_are_one() -> Result<()> {
     for map in all_kernels().filter(|&map| is_positive(map)) {

@@ -215,6 +215,20 @@ fn what_cannot_be_is_refused_and_leaves_the_state() -> Result<()> {
     Ok(())
 }
 
+/// An error names the head among all heads, and not within its group.
+#[test]
+fn heads_in_errors_are_those_of_the_caller() -> Result<()> {
+    let attention = ByHead::new(vec![Box::new(Softmax::new()), Box::new(Softmax::new().with_window(2)?)])?;
+    let good = Tensor::zeros((1, 1, 3, 4), DType::F32, &Device::Cpu)?;
+    let bad = Tensor::cat(&[&good, &(&good + f64::NAN)?], 1)?;
+    let good = bad.zeros_like()?;
+    for (q, k, v, name) in [(&bad, &good, &good, "q"), (&good, &bad, &good, "k"), (&good, &good, &bad, "v")] {
+        let said = attention.forward(Inputs::new(q, k, v), &Mask::causal()).unwrap_err().to_string();
+        assert!(said.starts_with(&format!("{name} holds NaN at [0, 1, 0, 0] of shape [1, 2, 3, 4]")), "{said}");
+    }
+    Ok(())
+}
+
 /// What cannot be taken over by one group changes none.
 #[test]
 fn buffers_that_one_group_refuses_change_none() -> Result<()> {

@@ -158,6 +158,22 @@ fn a_tensor_that_is_added_to_each_has_the_sum_of_their_gradients() -> Result<()>
     Ok(())
 }
 
+/// Added one by one, ones of bf16 stop growing at 256, and those of f16 at 2048.
+#[test]
+fn gradients_of_half_types_are_added_in_f32() -> Result<()> {
+    for dtype in [DType::BF16, DType::F16] {
+        let var = Var::zeros((1, 1), dtype, &Device::Cpu)?;
+        let all = Tensor::zeros((4096, 1, 1), dtype, &Device::Cpu)?;
+        let tape = Tape::start();
+        let gradients = tape.backward(&ops::add_to_each(&all, &var)?)?;
+        assert_eq!(gradients.get(&var).unwrap().to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?, [4096.0]);
+        let tape = Tape::start();
+        let gradients = tape.backward(&ops::broadcast_as(&var, (4096, 1, 1))?)?;
+        assert_eq!(gradients.get(&var).unwrap().to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?, [4096.0]);
+    }
+    Ok(())
+}
+
 #[test]
 fn an_operation_that_is_not_recorded_makes_it_candles_backward_pass() -> Result<()> {
     let vars = [Var::from_tensor(&random(&[3, 4], 5)?)?, Var::from_tensor(&random(&[2, 4], 6)?)?];

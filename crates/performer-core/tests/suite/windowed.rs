@@ -219,6 +219,23 @@ fn what_cannot_be_is_refused() -> Result<()> {
 }
 
 /// What an attention was made with is what it tells, and its far part's parameters are its own.
+/// An error names the place in what the caller gave, and not in what is remembered.
+#[test]
+fn places_in_errors_are_those_of_what_was_given() -> Result<()> {
+    let windowed = windowed(32, DType::F32, FeatureMapKind::Positive)?;
+    let ([q, k, v], mut state) = (inputs(4, DType::F32)?, State::new());
+    windowed.extend(Inputs::new(&q, &k, &v), &mut state)?;
+    let one = |t: &Tensor| t.narrow(2, 0, 1);
+    let (q, k, v) = (one(&q)?, one(&k)?, one(&v)?);
+    let message = |inputs: Inputs<'_>| windowed.extend(inputs, &mut state.clone()).unwrap_err().to_string();
+    let said = message(Inputs::new(&q, &(&k * f64::NAN)?, &v));
+    assert!(said.starts_with(&format!("k holds NaN at [0, 0, 0, 0] of shape {:?}", k.dims())), "{said}");
+    let gates = Tensor::ones((k.dim(0)?, k.dim(1)?, 1), DType::F32, &Device::Cpu)?;
+    let said = message(Inputs::new(&q, &k, &v).with_gates(&gates));
+    assert!(said.starts_with(&format!("gates hold 1 at [0, 0, 0] of shape {:?}", gates.dims())), "{said}");
+    Ok(())
+}
+
 #[test]
 fn windows_sinks_and_trained_parameters_are_told() -> Result<()> {
     let softmax = Softmax::new().with_window(9)?.with_sinks(4)?;

@@ -1,15 +1,16 @@
 //! The backward pass of softmax attention on the CPU. It computes the scores again from `q` and
-//! `k`, and the weights from the scores and the logarithms of the denominators. The forward pass
-//! keeps these logarithms, one for each query, and no weights.
+//! `k`, and the weights from the scores and the denominators. The forward pass keeps a
+//! denominator for each query, and no weights.
 //!
 //! For one query head and the key head it reads, with `Q ≤ 64` queries and `K ≤ 128` keys of a
-//! tile, `g` (Q, Dv) the gradient of the outputs, `h` (Q) that of the logarithms of the
-//! denominators (0 where these are not returned), and delta = g·out − h (Q):
+//! tile, let `g` (Q, Dv) be the gradient of the outputs, `h` (Q) that of the logarithms of the
+//! denominators (0 where these are not returned), and delta = g·out − h (Q). A weight is `p/den`,
+//! and each gradient has one such factor, so `g` and delta are divided by `den` (Q) beforehand:
 //!
 //! ```text
-//!   q (Q, D), k (K, D), log (Q) -> p = e^{s − log} (K, Q)
-//!   g, v (K, Dv), delta         -> ds = p ∘ (v gᵀ − delta) (K, Q)
-//!   p, ds                       -> dv (K, Dv) += p g, dk (K, D) += ds q/√D, dq (Q, D) += dsᵀ k/√D
+//!   q (Q, D), k (K, D), largest (Q) -> p = e^{s − largest} (K, Q)
+//!   g/den, v (K, Dv), delta/den     -> ds = p ∘ (v (g/den)ᵀ − delta/den) (K, Q)
+//!   p, ds -> dv (K, Dv) += p g/den, dk (K, D) += ds q/√D, dq (Q, D) += dsᵀ k/√D
 //! ```
 //!
 //! A forget gate `a_t ≤ 0` is added to the scores of all keys before token `t`, for query `t` and
@@ -30,10 +31,10 @@ use super::{
         padded,
         rows::{Heads, Matrix, Rows, Span},
         spare_threads,
-        vector::{self, LANES, add, dot, exp_above, multiply_by_positive, subtract, sum},
+        vector::{self, LANES, add, dot, exp_above, multiply, multiply_by_positive, subtract, sum},
         with_storages,
     },
-    Forgotten, Head, Inputs, KEYS, NEGLIGIBLE, PIECE, QUERIES, Softmax,
+    Denominator, Forgotten, Head, Inputs, KEYS, NEGLIGIBLE, PIECE, QUERIES, Softmax,
 };
 
 /// `Backward` computes the gradients of one query head that come from the pairs of the queries at
@@ -44,8 +45,8 @@ struct Backward<'a> {
     out: &'a Rows<'a>,
     /// The gradients of `out`, with rows as long.
     grad: &'a Rows<'a>,
-    /// The logarithms of the denominators, `(Tq)`.
-    logs: &'a [f32],
+    /// The denominators, `(Tq)`.
+    denominators: &'a [Denominator],
     queries: Range<usize>,
     keys: Range<usize>,
     /// The gradients of the queries, to be filled.
@@ -77,7 +78,7 @@ impl WithSimd for Backward<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { head, out, grad, logs, queries: span, keys: seen, mut of_queries, mut of_keys } = self;
+        let Self { head, out, grad, denominators, queries: span, keys: seen, mut of_queries, mut of_keys } = self;
         let (d, vd) = (head.q.width, head.v.width);
         let (width, value_width) = (padded(d), padded(vd));
         let held = head.seen(span.clone(), seen.clone());
@@ -112,16 +113,21 @@ impl WithSimd for Backward<'_> {
             vector::scale(simd, &mut query_rows, head.scale());
             grad.first(vd).copy(i, queries, &mut grad_rows, value_width);
             out.first(vd).copy(i, queries, &mut out_rows, value_width);
-            let (mut log, mut delta) = ([f32::INFINITY; QUERIES], [0f32; QUERIES]);
-            log[..queries].copy_from_slice(&logs[i..i + queries]);
-            let pairs = grad_rows.chunks_exact(value_width).zip(out_rows.chunks_exact(value_width));
-            for (t, (delta, (row, out))) in delta.iter_mut().zip(pairs).take(queries).enumerate() {
+            let (mut largest, mut factor, mut delta) = ([f32::INFINITY; QUERIES], [0f32; QUERIES], [0f32; QUERIES]);
+            let rows_of_tile = grad_rows.chunks_exact_mut(value_width).zip(out_rows.chunks_exact(value_width));
+            for (t, (row, out)) in rows_of_tile.enumerate().take(queries) {
+                let denominator = denominators[i + t];
+                (largest[t], factor[t]) = (denominator.largest, denominator.factor);
                 // A row may end with the logarithm, after the values.
                 let log = if grad.width > vd { grad.number(i + t, vd) } else { 0.0 };
-                *delta = dot(simd, row, out) - log;
+                delta[t] = (dot(simd, row, out) - log) * factor[t];
+                vector::scale(simd, row, factor[t]);
             }
-            // The logarithm of a row that sees no key is ∞, and ∞ minus another would be NaN.
-            let reached = log.map(|log| log.min(f32::MAX));
+            for column in grad_columns.chunks_exact_mut(QUERIES) {
+                multiply(simd, &mut column[..columns], &factor[..columns]);
+            }
+            // Of a row that sees no key it is ∞, and ∞ minus another would be NaN.
+            let reached = largest.map(|largest| largest.min(f32::MAX));
             rows.fill(0.0);
             let mut over_keys = [0f32; QUERIES];
             if let Some(forgotten) = &mut forgotten {
@@ -137,7 +143,7 @@ impl WithSimd for Backward<'_> {
                 gemm(simd, Accumulate::No, [keys, columns, vd], v.left(j), right, &mut products, QUERIES);
                 let pairs = weights.chunks_exact_mut(QUERIES).zip(products.chunks_exact_mut(QUERIES));
                 for (weight, product) in pairs.take(keys) {
-                    exp_above(simd, &mut weight[..columns], &log[..columns], NEGLIGIBLE);
+                    exp_above(simd, &mut weight[..columns], &largest[..columns], NEGLIGIBLE);
                     subtract(simd, &mut product[..columns], &delta[..columns]);
                     // The product of a hidden key may be infinite, and its weight is 0.
                     multiply_by_positive(simd, &mut product[..columns], &weight[..columns]);
@@ -184,7 +190,7 @@ struct Pass<'a> {
     inputs: &'a Inputs<'a>,
     out: &'a Heads<'a>,
     grad: &'a Heads<'a>,
-    logs: &'a [f32],
+    denominators: &'a [Denominator],
 }
 
 impl Pass<'_> {
@@ -199,9 +205,9 @@ impl Pass<'_> {
         of_keys: Option<OfKeys>,
     ) {
         let head = &self.inputs.head(n);
-        let logs = &self.logs[n * head.q.tokens..(n + 1) * head.q.tokens];
+        let denominators = &self.denominators[n * head.q.tokens..(n + 1) * head.q.tokens];
         let (out, grad) = (&self.out.head(n), &self.grad.head(n));
-        arch().dispatch(Backward { head, out, grad, logs, queries, keys, of_queries, of_keys });
+        arch().dispatch(Backward { head, out, grad, denominators, queries, keys, of_queries, of_keys });
     }
 }
 
@@ -234,13 +240,13 @@ impl Softmax {
         let mut dv = Fresh::new(b * hkv * keys * value_width);
         let mut dlog = vec![0f32; gates.map_or(0, <[f32]>::len)];
         let mut of_rows = vec![0f32; if gates.is_some() { b * h * t } else { 0 }];
-        let Some(logs) = self.logs.get() else {
+        let Some(denominators) = self.denominators.get() else {
             bail!("softmax attention: the backward pass needs a forward pass on the CPU before it");
         };
         with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
             let inputs = Inputs::new([q, k, v], gates, &self.seen)?;
             let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
-            let pass = Pass { inputs: &inputs, out: &out, grad: &grad, logs };
+            let pass = Pass { inputs: &inputs, out: &out, grad: &grad, denominators };
             let mut dlogs = dlog.chunks_exact_mut(keys);
             let mut of_rows = of_rows.chunks_exact_mut(t);
             let heads = dk.parts(keys * width).into_iter().zip(dv.parts(keys * value_width)).enumerate();
