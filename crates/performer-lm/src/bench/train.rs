@@ -29,8 +29,11 @@ pub struct Point {
     pub from: Option<String>,
     /// Number of trained parameters.
     pub params: usize,
-    /// Training tokens per second, from embedding to update.
+    /// Training tokens per second, from embedding to update: the median of the rounds.
     pub tokens_per_second: f64,
+    /// Training tokens per second in each round, in their order; empty if there was one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rounds: Vec<f64>,
     /// Billions of FLOP per second, counted as 6 for each weight of a matrix product and token,
     /// without attention.
     pub gflops: f64,
@@ -72,6 +75,9 @@ pub struct Plan<'a> {
     pub trained: Vec<(String, Pretrained)>,
     /// Number of optimiser steps of each run.
     pub steps: usize,
+    /// Number of rounds, in each of which everything is measured once. What slows the machine down
+    /// for a while then slows down all that is compared, and the medians leave it out.
+    pub rounds: usize,
     /// Device on which the models are trained.
     pub device: Device,
     /// Number of worker threads on the CPU.
@@ -96,6 +102,7 @@ pub struct Plan<'a> {
 /// or, with [`Cause::Stopped`], if it is stopped.
 pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Result<Report> {
     ensure!(plan.steps > 0, Cause::setting("", "steps", 0, "at least 1"));
+    ensure!(plan.rounds > 0, Cause::setting("", "rounds", 0, "at least 1"));
     // There are as many epochs as the steps can need.
     let epochs = plan.steps.max(2);
     let training = TrainingConfig { epochs, eval_every: 0, save_every: 0, ..plan.training.clone() };
@@ -119,17 +126,46 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
         Ok((name.clone(), Pretrained { config, ..model.clone() }))
     };
     let trained = plan.trained.iter().map(alike).collect::<Result<Vec<_>>>()?;
-    for attention in &plan.attentions {
-        progress(attention.to_string());
+    let new = |attention| {
         let config = report.config.clone().with_attention(attention)?;
-        report.points.push(measure(plan, &training, &config, None, data)?);
+        Ok(Candidate { name: attention.to_string(), config, trained: None })
+    };
+    let mut candidates = plan.attentions.iter().map(new).collect::<Result<Vec<_>>>()?;
+    candidates.extend(trained.into_iter().map(|(name, model)| Candidate {
+        name: format!("{} of {name}", model.config.attention_text()),
+        config: model.config.clone(),
+        trained: Some((name, model)),
+    }));
+    let mut measured = vec![Vec::new(); candidates.len()];
+    for round in 1..=plan.rounds {
+        for (candidate, measured) in candidates.iter().zip(&mut measured) {
+            let of = if plan.rounds > 1 { format!(", round {round} of {}", plan.rounds) } else { String::new() };
+            progress(format!("{}{of}", candidate.name));
+            measured.push(measure(plan, &training, candidate, data)?);
+        }
     }
-    for (name, model) in trained {
-        progress(format!("{} of {name}", model.config.attention_text()));
-        let point = measure(plan, &training, &model.config, Some(&model), data)?;
-        report.points.push(Point { from: Some(name), ..point });
-    }
+    report.points = measured.into_iter().map(median_of).collect();
     Ok(report)
+}
+
+/// A `Candidate` is one of what is compared.
+struct Candidate {
+    /// What it is called while it is measured.
+    name: String,
+    config: ModelConfig,
+    /// The trained model that the steps begin with, and the name that the report gives it; `None`
+    /// if they begin with new weights.
+    trained: Option<(String, Pretrained)>,
+}
+
+/// Returns the measurement of median speed, with the speeds of all rounds; of an even number of
+/// rounds the slower one of the two in the middle.
+fn median_of(rounds: Vec<Point>) -> Point {
+    let speeds: Vec<f64> = rounds.iter().map(|point| point.tokens_per_second).collect();
+    let mut sorted = rounds;
+    sorted.sort_by(|a, b| a.tokens_per_second.total_cmp(&b.tokens_per_second));
+    let median = sorted.swap_remove((sorted.len() - 1) / 2);
+    Point { rounds: if speeds.len() > 1 { speeds } else { Vec::new() }, ..median }
 }
 
 /// Returns `config` with the attention of a trained model.
@@ -154,14 +190,9 @@ fn with_attention_of(config: &ModelConfig, name: &str, model: &Pretrained, data:
     Ok(config)
 }
 
-/// Trains a model of this configuration, from these weights where some are given, and measures it.
-fn measure(
-    plan: &Plan,
-    training: &TrainingConfig,
-    config: &ModelConfig,
-    weights: Option<&Pretrained>,
-    data: &Prepared,
-) -> Result<Point> {
+/// Trains a candidate for some steps, and measures it.
+fn measure(plan: &Plan, training: &TrainingConfig, candidate: &Candidate, data: &Prepared) -> Result<Point> {
+    let Candidate { config, trained, .. } = candidate;
     let train = |steps: usize| {
         let training = TrainingConfig { max_steps: Some(steps), ..training.clone() };
         let folder = Scratch::new("the run")?;
@@ -175,8 +206,8 @@ fn measure(
             listener: plan.listener,
             ranks: Grid::one(),
         };
-        let trainer = match weights {
-            Some(weights) => Trainer::from_weights(weights, &training, data, options)?,
+        let trainer = match trained {
+            Some((_, weights)) => Trainer::from_weights(weights, &training, data, options)?,
             None => Trainer::exactly(config, &training, data, options)?,
         };
         trainer.run()?.context(Cause::Stopped("stopped".into()))
@@ -194,9 +225,30 @@ fn measure(
     let flop = 6.0 * run.params.saturating_sub(looked_up) as f64;
     Ok(Point {
         attention_spec: run.attention_spec,
-        from: None,
+        from: trained.as_ref().map(|(name, _)| name.clone()),
         params: run.params,
         tokens_per_second: run.tokens_per_second,
+        rounds: Vec::new(),
         gflops: flop * run.tokens_per_second / 1e9,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn point(tokens_per_second: f64) -> Point {
+        let gflops = tokens_per_second / 2.0;
+        Point { attention_spec: "softmax".into(), from: None, params: 1, tokens_per_second, rounds: Vec::new(), gflops }
+    }
+
+    #[test]
+    fn the_median_round_is_reported_with_all_rounds_in_their_order() {
+        let of = |speeds: &[f64]| median_of(speeds.iter().copied().map(point).collect());
+        let three = of(&[30.0, 10.0, 20.0]);
+        assert_eq!((three.tokens_per_second, three.gflops), (20.0, 10.0));
+        assert_eq!(three.rounds, [30.0, 10.0, 20.0]);
+        assert_eq!(of(&[40.0, 10.0, 30.0, 20.0]).tokens_per_second, 20.0);
+        assert_eq!((of(&[10.0]).tokens_per_second, of(&[10.0]).rounds.len()), (10.0, 0));
+    }
 }

@@ -165,6 +165,7 @@ pub(super) struct GenerateArgs {
 #[command(after_help = "\
 Examples:
   performer-lm bench train
+  performer-lm bench train --rounds 5 --steps 10 --attention softmax --attention softmax:window=66 --attention favor
   performer-lm bench train --preset stories15m --steps 3 --batch-size 4 --attention softmax --attention favor:m=64
   performer-lm bench train --steps 10 --data sample --from models/stories/softmax --from models/stories/performer")]
 pub(super) struct TrainArgs {
@@ -178,9 +179,14 @@ pub(super) struct TrainArgs {
     /// unless --learning-rate is given: it is so low that the gates do not change meanwhile.
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["attention", "config", "vocab_size", "tokenizer"])]
     from: Vec<String>,
-    /// Optimiser steps for each attention.
+    /// Optimiser steps for each attention, in each round.
     #[arg(long, default_value_t = 50)]
     steps: usize,
+    /// Rounds, in each of which every attention is measured once; the speed of each is the median
+    /// of its rounds. On a machine that does other work too, 5 rounds of few steps say more than
+    /// one of many.
+    #[arg(long, default_value_t = 1)]
+    rounds: usize,
     #[command(flatten)]
     recipe: RecipeArgs,
     #[command(flatten)]
@@ -421,6 +427,7 @@ const RATE_OF_TRAINED: f64 = 1e-6;
 fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
     args.results.check("train", &[])?;
     ensure!(args.steps > 0, "--steps is 0; it must be at least 1");
+    ensure!(args.rounds > 0, "--rounds is 0; it must be at least 1");
     args.recipe.require_steps_alone()?;
     let open = |from: &String| Ok((from.clone(), Pretrained::open_with(from, &output::TERMINAL)?));
     let trained = args.from.iter().map(open).collect::<Result<Vec<_>>>()?;
@@ -450,36 +457,49 @@ fn train(args: TrainArgs, machine: &Machine) -> Result<()> {
         attentions,
         trained,
         steps: args.steps,
+        rounds: args.rounds,
         device: machine.device.clone(),
         threads: machine.threads,
         stop: &STOP,
         listener: &output::TERMINAL,
     };
     let report = train::run(&plan, &data, |what| output::note(&what))?;
+    args.results.finish("train", &report, &train_table(&report, args.rounds))
+}
+
+fn train_table(report: &train::Report, rounds: usize) -> String {
+    let speed = |tokens: f64| output::thousands(tokens as u64);
     let rows: Vec<Vec<String>> = report
         .points
         .iter()
         .map(|p| {
-            vec![
-                match &p.from {
-                    Some(from) => format!("{} of {from}", p.attention_spec),
-                    None => p.attention_spec.clone(),
-                },
-                output::thousands(p.params as u64),
-                output::thousands(p.tokens_per_second as u64),
-                format!("{:.0}", p.gflops),
-                format!("{:.0}%", 100.0 * p.gflops / (report.matmul_gflops * report.threads as f64)),
-            ]
+            let name = match &p.from {
+                Some(from) => format!("{} of {from}", p.attention_spec),
+                None => p.attention_spec.clone(),
+            };
+            let mut row = vec![name, output::thousands(p.params as u64), speed(p.tokens_per_second)];
+            if rounds > 1 {
+                let slowest = p.rounds.iter().copied().fold(f64::INFINITY, f64::min);
+                let fastest = p.rounds.iter().copied().fold(0.0, f64::max);
+                row.push(format!("{}–{}", speed(slowest), speed(fastest)));
+            }
+            row.push(format!("{:.0}", p.gflops));
+            row.push(format!("{:.0}%", 100.0 * p.gflops / (report.matmul_gflops * report.threads as f64)));
+            row
         })
         .collect();
-    let table = format!(
-        "{}\n\n{} steps, {}; matrix products {:.0} GFLOP/s a thread; GFLOP/s of the weights alone",
-        output::table(&["attention", "parameters", "tokens/s", "GFLOP/s", "of matmul"], &rows),
-        report.steps,
+    let (header, of): (&[&str], String) = if rounds > 1 {
+        let header = &["attention", "parameters", "tokens/s", "slowest and fastest", "GFLOP/s", "of matmul"];
+        (header, format!("medians of {rounds} rounds of {} steps", report.steps))
+    } else {
+        (&["attention", "parameters", "tokens/s", "GFLOP/s", "of matmul"], format!("{} steps", report.steps))
+    };
+    format!(
+        "{}\n\n{of}, {}; matrix products {:.0} GFLOP/s a thread; GFLOP/s of the weights alone",
+        output::table(header, &rows),
         report.machine.in_full(report.threads),
         report.matmul_gflops
-    );
-    args.results.finish("train", &report, &table)
+    )
 }
 
 fn mib(bytes: u64) -> String {

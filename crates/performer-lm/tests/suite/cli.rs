@@ -427,6 +427,7 @@ fn bad_input_gets_one_clear_error() {
     fails(&run(&["lab", "tasks", "--task", "listops", "--length", "40000"]), &["length is 40000", "8000"]);
     fails(&run(&["lab", "tasks", "--task", "copying", "--learning-rate", "-1"]), &["learning-rate is -1"]);
     fails(&run(&["bench", "train", "--steps", "0", "--data", "sample"]), &["steps is 0"]);
+    fails(&run(&["bench", "train", "--rounds", "0", "--data", "sample"]), &["--rounds is 0"]);
     fails(&run(&["gpu-check", "--device", "cpu", "--out", "lines.jsonl"]), &["lines.jsonl", ".json"]);
     let minutes = ["gpu-check", "--device", "cpu", "--quick", "--only", "embedding", "--minutes", "nan"];
     fails(&run(&minutes), &["--minutes is NaN", "a number of at least 0"]);
@@ -529,6 +530,9 @@ fn bench_measures_draws_and_refuses() {
     let train = ["bench", "train", "--steps", "2", "--attention", "favor:m=8", "--json"];
     let report = json(&performer(dir.path(), &[&train[..], &SMALL[..2], &SMALL[4..]].concat()));
     assert!(report["points"][0]["tokens_per_second"].as_f64().unwrap() > 0.0);
+    assert!(report["points"][0]["rounds"].is_null());
+    let report = json(&performer(dir.path(), &[&train[..], &["--rounds", "2"], &SMALL[..2], &SMALL[4..]].concat()));
+    assert_eq!(report["points"][0]["rounds"].as_array().unwrap().len(), 2);
 }
 
 #[test]
