@@ -21,8 +21,13 @@ fn main() {
     if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
         println!("cargo::rerun-if-changed={log}");
     }
-    println!("cargo::rerun-if-changed=src");
-    println!("cargo::rerun-if-changed=../performer-core/src");
+    let sources = ["src", "assets", "models", "Cargo.toml"];
+    let depended_on = ["../performer-core", "../performer-dist"].map(|crate_| [crate_, "/src"].concat());
+    let manifests =
+        ["../performer-core/Cargo.toml", "../performer-dist/Cargo.toml", "../../Cargo.toml", "../../Cargo.lock"];
+    for path in sources.into_iter().chain(depended_on.iter().map(String::as_str)).chain(manifests) {
+        println!("cargo::rerun-if-changed={path}");
+    }
     if let Some(revision) = git(&["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]) {
         println!("cargo::rustc-env=PERFORMER_GIT_REVISION={revision}");
     }

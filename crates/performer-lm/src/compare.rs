@@ -446,13 +446,13 @@ impl Comparison<'_> {
             return Ok(outcome);
         }
         let path = self.out.join("compare.json");
-        let earlier = std::fs::read(&path).ok();
-        files::write_json(&path, &outcome)?;
+        let json = files::as_json(&outcome)?;
         // The table is written when all runs are there. Until then, one of other numbers would be
-        // taken for one of these.
-        if std::fs::read(&path).ok() != earlier {
+        // taken for one of these; so it goes before they come, if the program ends in between.
+        if std::fs::read(&path).ok().as_ref() != Some(&json) {
             files::remove(&self.out.join("table.md"))?;
         }
+        files::write(&path, &json)?;
         charts::loss(&outcome, &folders)?.save(&self.out.join("loss"))?;
         for (name, chart) in [("positions", charts::positions(&outcome)), ("beside", charts::beside(&outcome))] {
             let stem = self.out.join(name);

@@ -172,9 +172,14 @@ pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 
 /// Writes `value` as indented JSON.
 pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
+    write(path, &as_json(value)?)
+}
+
+/// Returns what [`write_json`] writes.
+pub(crate) fn as_json(value: &impl Serialize) -> Result<Vec<u8>> {
     let mut json = serde_json::to_vec_pretty(value)?;
     json.push(b'\n');
-    write(path, &json)
+    Ok(json)
 }
 
 /// Removes a file, if there is one.

@@ -43,7 +43,9 @@ impl Ending {
     /// cannot be read.
     pub(super) fn new(report: &Report, out: &Path, epoch_tokens: u64) -> Result<Self> {
         let mut beside = runs_beside(report, out)?;
-        beside.sort_by_key(|(other, _)| (other.attention_spec != "softmax", other.attention_spec.clone()));
+        beside.sort_by_key(|(other, folder)| {
+            (other.attention_spec != "softmax", other.attention_spec.clone(), folder.clone())
+        });
         beside.truncate(SHOWN_BESIDE);
         let softmax = beside.iter().any(|(other, _)| other.attention_spec == "softmax");
         let recorded = if softmax { None } else { first_run::beside(report)? };

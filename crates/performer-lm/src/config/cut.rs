@@ -9,7 +9,7 @@ impl ModelConfig {
     /// It has the weights of this one.
     ///
     /// Windows that are no longer stay as they are, and so does attention with features, even where
-    /// it has an exact window. A window that is cut keeps the sinks that it has.
+    /// it has an exact window. A window that is cut keeps the sinks that it has, if they are more.
     pub fn cut_to_window(&self, window: usize, sinks: usize) -> Option<Self> {
         // A window is causal.
         if self.leak {
@@ -22,8 +22,8 @@ impl ModelConfig {
 fn cut(attention: &AttentionConfig, window: usize, sinks: usize) -> Option<AttentionConfig> {
     match attention {
         AttentionConfig::Softmax => Some(AttentionConfig::SoftmaxWindow { window, sinks }),
-        AttentionConfig::SoftmaxWindow { window: longer, sinks } if *longer > window => {
-            Some(AttentionConfig::SoftmaxWindow { window, sinks: *sinks })
+        AttentionConfig::SoftmaxWindow { window: longer, sinks: own } if *longer > window => {
+            Some(AttentionConfig::SoftmaxWindow { window, sinks: sinks.max(*own) })
         }
         AttentionConfig::Equipped { parts, of } => {
             Some(AttentionConfig::Equipped { parts: *parts, of: Box::new(cut(of, window, sinks)?) })
@@ -47,12 +47,13 @@ mod tests {
         for (text, cut) in [
             ("softmax", Some("softmax:window=8,sinks=2")),
             ("softmax:gate,conv", Some("softmax:window=8,sinks=2,gate,conv")),
-            ("softmax:window=9", Some("softmax:window=8")),
-            ("softmax:window=9,sinks=1", Some("softmax:window=8,sinks=1")),
+            ("softmax:window=9", Some("softmax:window=8,sinks=2")),
+            ("softmax:window=9,sinks=1", Some("softmax:window=8,sinks=2")),
+            ("softmax:window=9,sinks=3", Some("softmax:window=8,sinks=3")),
             ("softmax:window=8", None),
             ("favor:m=8+softmax:gate/first", Some("favor:m=8+softmax:window=8,sinks=2,gate/first")),
             ("favor:m=8|softmax", Some("favor:m=8|softmax:window=8,sinks=2")),
-            ("softmax:window=4|softmax:window=16", Some("softmax:window=4|softmax:window=8")),
+            ("softmax:window=4|softmax:window=16", Some("softmax:window=4|softmax:window=8,sinks=2")),
             ("favor:m=8|uniform", None),
             ("favor:m=8,window=9", None),
             ("uniform:gate", None),

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use anyhow::Result;
 
-use super::text::{Documents, ends_blank, pieces};
+use super::text::{Documents, ends_blank, pieces_to_encode};
 use super::tokenizer::Tokenizer;
 
 /// Longer documents are encoded in pieces of at least this many bytes, because a tokenizer needs
@@ -51,7 +51,7 @@ pub(crate) fn encode_documents(
     let piece = if tokenizer.changes_the_beginning() { usize::MAX / 2 } else { PIECE };
     let mut parts = documents.iter().flat_map(move |document| {
         let mut left = document.len();
-        pieces(document, piece).map(move |text| {
+        pieces_to_encode(document, piece).map(move |text| {
             let begins = left == document.len();
             left -= text.len();
             Piece { text, begins, ends: left == 0 }

@@ -106,8 +106,35 @@ pub(crate) fn cut(text: &str, min: usize) -> usize {
     line.or(word).unwrap_or_else(|| text.ceil_char_boundary(2 * min))
 }
 
+/// Returns where to cut `text` into two so that both are encoded to the tokens of the whole: before
+/// the first space from byte `min` on that stands alone between two words, if there is one before
+/// `2 min`, else as by [`cut`].
+///
+/// The pre-tokenizers of GPT-2, Llama 3 and Qwen2 all split there. Between two line breaks that of
+/// GPT-2 does, and the others do not.
+fn cut_between_words(text: &str, min: usize) -> usize {
+    if text.len() <= 2 * min {
+        return text.len();
+    }
+    let bytes = text.as_bytes();
+    let stands_alone = |at: usize| {
+        bytes[at] == b' ' && ends_blank(text, at) && !text[..at].ends_with(|before: char| before.is_whitespace())
+    };
+    (min.max(1)..2 * min).find(|&at| stands_alone(at)).unwrap_or_else(|| cut(text, min))
+}
+
 /// Yields `text` in pieces of at least `min` bytes (but for the last), cut as by [`cut`].
 pub(crate) fn pieces(text: &str, min: usize) -> impl Iterator<Item = &str> {
+    pieces_by(text, min, cut)
+}
+
+/// Yields `text` in pieces of at least `min` bytes (but for the last), whose tokens are those of
+/// the whole where it has spaces.
+pub(crate) fn pieces_to_encode(text: &str, min: usize) -> impl Iterator<Item = &str> {
+    pieces_by(text, min, cut_between_words)
+}
+
+fn pieces_by(text: &str, min: usize, cut: fn(&str, usize) -> usize) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
         let (piece, tail) = rest.split_at(cut(rest, min));
@@ -225,6 +252,16 @@ mod tests {
         // Without any boundary, the cut is between two characters, never inside one.
         assert_eq!(cut("ééééééééé", 4), 8);
         assert_eq!(cut("aééééééééé", 4), 9);
+    }
+
+    #[test]
+    fn cuts_to_encode_at_a_space_between_words() {
+        assert_eq!(cut_between_words("short", 4), 5);
+        assert_eq!(cut_between_words("0123.\n\nab cdefghij", 5), 9);
+        assert_eq!(cut_between_words("0123  4\n5 6789 abc", 5), 9);
+        // Without such a space, as elsewhere.
+        assert_eq!(cut_between_words("0123 567\n\nabcdefgh", 5), 9);
+        assert_eq!(cut_between_words("ééééééééé", 4), 8);
     }
 
     #[test]

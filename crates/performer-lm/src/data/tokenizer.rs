@@ -457,9 +457,14 @@ impl StreamDecoder<'_> {
     }
 
     fn pending(&self) -> Result<String> {
-        let shown = self.tokenizer.decode(&self.tokens[..self.shown])?;
+        let (shown, held) = self.tokens.split_at(self.shown);
         let text = self.tokenizer.decode(&self.tokens)?;
-        Ok(text.strip_prefix(&shown).unwrap_or_default().to_string())
+        match text.strip_prefix(&self.tokenizer.decode(shown)?) {
+            Some(rest) => Ok(rest.to_string()),
+            // A decoder may show bytes that are no text all as `�`, those among them that were
+            // shown as text before.
+            None => self.tokenizer.decode(held),
+        }
     }
 }
 

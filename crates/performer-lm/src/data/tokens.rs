@@ -21,7 +21,7 @@ use super::tokenizer::Tokenizer;
 use crate::listener::{Listener, Unit};
 
 const MAGIC: [u8; 8] = *b"PERFTOKS";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const HEADER: usize = 128;
 
 /// Where the header's own hash begins.

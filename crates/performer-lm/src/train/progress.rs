@@ -49,12 +49,14 @@ impl<'a> Progress<'a> {
     }
 
     pub(super) fn validation(&self, step: usize, e: &Evaluation, sample: &str) {
+        // A run that goes on after its last step has taken none.
+        let speed = Some(self.speed.get()).filter(|&speed| speed > 0.0);
         self.listener.note(&format!(
-            "{}  step {step:>6}  validation {:.4} nats/token  perplexity {}  {}",
+            "{}  step {step:>6}  validation {:.4} nats/token  perplexity {}{}",
             self.name,
             e.val_loss,
             show_perplexity(e.perplexity, 2),
-            show_speed(self.speed.get())
+            speed.map_or_else(String::new, |speed| format!("  {}", show_speed(speed)))
         ));
         let rises = self.last.replace(Some(e.val_loss)).is_none_or(|last| e.val_loss > last);
         if rises && is_worse_than_guessing(e.val_loss, self.vocabulary) {

@@ -3,6 +3,7 @@
 
 use std::fs;
 
+use candle_core::Device;
 use serde_json::Value;
 
 use super::program::{SHORT, command, fails, json, performer};
@@ -90,6 +91,16 @@ fn a_finished_model_is_trained_further_from_its_weights() {
     assert!(more["key"]["initial"].is_string() && first["key"].get("initial").is_none(), "{}", more["key"]);
     let resumed = json(&run(&["train", "--resume", "more", "--json"]));
     assert_eq!((&resumed["val_loss"], &resumed["key"]), (&more["val_loss"], &more["key"]));
+
+    // Weights that are not finite are refused before anything is written.
+    assert!(run(&["export", "first", "--out", "hf"]).status.success());
+    let file = dir.path().join("hf/model.safetensors");
+    let mut weights = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    let norm = weights.iter_mut().find(|(name, _)| name.contains("norm")).unwrap().1;
+    *norm = (&*norm * f64::NAN).unwrap();
+    candle_core::safetensors::save(&weights, &file).unwrap();
+    fails(&run(&["train", "--from", "hf", "--data", SHORT, "--out", "nan"]), &["not finite", "norm", "is damaged"]);
+    assert!(!dir.path().join("nan/model.safetensors").exists());
 
     fails(&further(&["--out", "first", "--overwrite"]), &["the model itself"]);
     fails(&further(&["--context", "12", "--out", "other"]), &["learned positions keeps its context of 16"]);

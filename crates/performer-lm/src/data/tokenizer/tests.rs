@@ -1,5 +1,6 @@
 use super::*;
 use crate::data::text::Text;
+use serde_json::json;
 use std::sync::Arc;
 
 pub(crate) fn documents(text: &str) -> Documents {
@@ -212,6 +213,31 @@ fn streaming_never_shows_half_a_character() {
         shown.extend(stream.push(token).unwrap());
     }
     assert_eq!(shown, ["a", "日", "👍", "b"]);
+}
+
+/// Llama's tokenizers write bytes as tokens. Where the bytes of a character do not become complete,
+/// such a decoder shows all bytes beside them as `�`, the line break before them among them.
+#[test]
+fn streaming_goes_on_after_bytes_that_are_no_text() {
+    let part = |kind: &str| json!({"type": kind});
+    let vocabulary = json!({"</s>": 0, "<0x0A>": 1, "<0xE2>": 2, "▁a": 3, "▁time": 4});
+    let decoders = [
+        json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "}),
+        part("ByteFallback"),
+        part("Fuse"),
+        json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}),
+    ];
+    let file = json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "pre_tokenizer": null,
+        "post_processor": null, "added_tokens": [], "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {"type": "BPE", "byte_fallback": true, "vocab": vocabulary, "merges": []},
+    });
+    let tokenizer = Tokenizer::of_model(file.to_string().into_bytes(), &[0]).unwrap();
+    let mut stream = tokenizer.stream();
+    let shown: Vec<_> = [3, 1, 2, 3, 4].into_iter().map(|token| stream.push(token).unwrap()).collect();
+    let shown: Vec<_> = shown.iter().map(Option::as_deref).collect();
+    assert_eq!(shown, [Some("a"), Some("\n"), None, Some("� a"), Some(" time")]);
+    assert_eq!(stream.finish().unwrap(), "");
 }
 
 /// What is set before a text is told by the parts of a tokenizer, not by words in its file.

@@ -163,7 +163,7 @@ fn are_found_again(tokenizer: &Tokenizer) -> Result<bool> {
 
 fn tokenizer_config(model: &Pretrained) -> Value {
     let tokenizer = &model.tokenizer;
-    let end = tokenizer.borders().end.unwrap_or(tokenizer.eot());
+    let end = ends(tokenizer).first().copied().unwrap_or(tokenizer.eot());
     json!({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": tokenizer.token(tokenizer.eot()), "eos_token": tokenizer.token(end),
         "model_max_length": model.config.context, "clean_up_tokenization_spaces": false,

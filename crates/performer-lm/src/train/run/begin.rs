@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use anyhow::{Result, bail, ensure};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::{RunOptions, Trainer, training_batches};
 use crate::{
@@ -22,6 +22,22 @@ use crate::{
         shared::{agreed, led},
     },
 };
+
+/// Refuses weights that are not finite. They would be found at the first step, when what was in the
+/// folder before is gone, and be taken for a learning rate that is too high.
+fn require_finite(weights: &HashMap<String, Tensor>) -> Result<()> {
+    let mut named: Vec<_> = weights.iter().collect();
+    named.sort_by_key(|(name, _)| *name);
+    for (name, tensor) in named {
+        // 0 times a number that is not finite is NaN, and so is a sum with it.
+        let sum = (tensor.to_dtype(DType::F32)? * 0.0)?.sum_all()?.to_scalar::<f32>()?;
+        ensure!(
+            sum == 0.0,
+            "the weights to begin with hold values that are not finite, in {name}: the file is damaged"
+        );
+    }
+    Ok(())
+}
 
 impl<'a> Trainer<'a> {
     /// Begins a run, with the vocabulary of the data's tokenizer. The folder is written to at once,
@@ -57,7 +73,8 @@ impl<'a> Trainer<'a> {
     /// from the seed. The data must be encoded with its tokenizer.
     ///
     /// # Errors
-    /// As [`Self::new`]; also if the weights are not those of the model's configuration.
+    /// As [`Self::new`]; also if the weights are not those of the model's configuration, or not
+    /// finite.
     pub fn from_weights(
         model: &Pretrained,
         training: &TrainingConfig,
@@ -86,6 +103,7 @@ impl<'a> Trainer<'a> {
             };
             let model = Decoder::from_tensors(config, weights, &options.device)?;
             model.require_all_of(weights)?;
+            require_finite(weights)?;
             Ok((model, Some(model_digest(config, weights)?)))
         };
         let (model, initial) = agreed(&ranks, model())?;

@@ -263,6 +263,10 @@ fn borders_are_found() -> Result<()> {
     assert_eq!((borders.begin, borders.end, &borders.stop[..]), (Some(3), None, &[7, 9][..]));
     let (copy, _) = round_trip(&model, &dir.path().join("copy"))?;
     assert_eq!(copy.config, model.config);
+    // Other programs read there what ends a text; the token before a text does not.
+    let told: Value = serde_json::from_slice(&std::fs::read(dir.path().join("copy/tokenizer_config.json"))?)?;
+    let token = |id: u32| json!(model.tokenizer.token(id));
+    assert_eq!((&told["bos_token"], &told["eos_token"]), (&token(3), &token(7)));
     Ok(())
 }
 
