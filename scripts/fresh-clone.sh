@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 commands=(
-    'cargo run --release -p performer-lm -- train --attention favor'
+    'cargo run --release -p performer-lm -- train --attention favor --data sample'
     'cargo test --workspace'
 )
 

@@ -17,8 +17,15 @@
 //! | `Wq, Wk, Wv, Wo` around it, and further parts | [`layer`] |
 //! | norms, rotary positions and a feed-forward layer, each with gradients | [`nn`] |
 //! | functions around attention, each with a gradient: norms, softmax, linear maps, losses | [`ops`] |
-//! | a backward pass without the additions to zeros that Candle's makes | [`Tape`] |
+//! | a backward pass like Candle's that does not first fill each gradient with zeros | [`Tape`] |
 //! | the formulas in plain f64, against which the tests compare the rest | [`mod@reference`] |
+//!
+//! [`State`] and [`Attention::extend`] decode: a prompt at once, or a token at a time.
+//! [`Softmax`] is exact attention, [`Windowed`] puts an exact window before another attention, and
+//! [`AttentionConfig`] makes any of them of a name such as `favor:m=64,window=32`.
+//!
+//! The features `cuda`, `metal`, `mkl` and `accelerate` are Candle's; with the first two come
+//! kernels of this crate for such devices. It needs Rust 1.89.
 //!
 //! # Example
 //! A multi-head layer whose attention is exchanged by one line:
