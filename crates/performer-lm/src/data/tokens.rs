@@ -21,7 +21,7 @@ use super::tokenizer::Tokenizer;
 use crate::listener::{Listener, Unit};
 
 const MAGIC: [u8; 8] = *b"PERFTOKS";
-const VERSION: u32 = 2;
+const VERSION: u32 = 1;
 const HEADER: usize = 128;
 
 /// Where the header's own hash begins.
@@ -272,6 +272,10 @@ pub(crate) fn content_hash(documents: &Documents, tokenizer: &Tokenizer) -> blak
     let mut hasher = blake3::Hasher::new();
     hasher.update(documents.hash().as_bytes());
     hasher.update(tokenizer.hash().as_bytes());
+    if !tokenizer.splits_at_spaces() {
+        // Where long documents are cut to be encoded matters for these, and was another place.
+        hasher.update(b"cut between words");
+    }
     hasher.finalize()
 }
 
