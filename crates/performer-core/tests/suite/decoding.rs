@@ -219,36 +219,3 @@ fn a_state_from_elsewhere_is_refused() -> Result<()> {
     }
     Ok(())
 }
-
-/// A gate that is added to a scale at every token loses what the scale has no digits for. Here the
-/// first key has a weight that nothing but the gates takes away, and all later ones together have
-/// as much.
-#[test]
-fn weak_gates_add_up_over_many_steps() -> Result<()> {
-    let tokens = 4096;
-    let favor = || Favor::new(&FavorConfig::default().with_features(1), 1, 3, DType::F32, &Device::Cpu);
-    let row = values(&favor()?.buffers()[0].1)?[0];
-    // The key whose only feature has this logarithm, `row·k − k²/2`.
-    let key = |log: f64| (row + (row * row - 2.0 * log).sqrt()) as f32;
-    let number = |x: f32| Tensor::full(x, (1, 1, 1, 1), &Device::Cpu);
-    let (first, later) = (number(key(-20.0))?, number(key(-20.0 - f64::from(tokens).ln()))?);
-    for attention in [favor()?, favor()?.composed()] {
-        for gate in [-9e-7f32, -1e-6, -1e-5] {
-            let gates = Tensor::full(gate, (1, 1, 1), &Device::Cpu)?;
-            let mut state = State::new();
-            let mut add = |k: &Tensor, v: f32| -> Result<Tensor> {
-                attention.extend(Inputs::new(&number(1.0)?, k, &number(v)?).with_gates(&gates), &mut state)
-            };
-            let mut out = add(&first, 1.0)?;
-            for _ in 0..tokens {
-                out = add(&later, 0.0)?;
-            }
-            let forgotten = |t: i32| (f64::from(gate) * f64::from(t)).exp();
-            let of_later: f64 = (0..tokens).map(|t| forgotten(t) / f64::from(tokens)).sum();
-            let expected = forgotten(tokens) / (forgotten(tokens) + of_later);
-            let error = (values(&out)?[0] - expected).abs();
-            assert!(error < 1e-4, "{attention:?}, gate {gate:e}: {expected} is off by {error:e}");
-        }
-    }
-    Ok(())
-}

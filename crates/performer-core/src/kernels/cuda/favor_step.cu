@@ -88,14 +88,11 @@ favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const f
     }
     __syncthreads();
     for (int r = threadIdx.x; r < F; r += THREADS) {
-        float before = scales_of(old)[r], gate = GATED ? *gates_of(p, index) * LOG2E : 0.0f, c = before + gate;
-        // What rounding takes from a gate. Over many tokens these parts would add up.
-        float of_gate = c - before, lost = (before - (c - of_gate)) + (gate - of_gate);
-        float log = SIGNED ? widen(key[FEATURES]) * LOG2E : s.key[r];
+        float c = scales_of(old)[r] + (GATED ? *gates_of(p, index) * LOG2E : 0.0f), log = SIGNED ? widen(key[FEATURES]) * LOG2E : s.key[r];
         float largest = fmaxf(c, log);
         float weight = power_of_two(log - largest);
         s.key[r] = SIGNED ? s.key[r] * weight : weight;
-        s.decay[r] = power_of_two(c - largest + lost);
+        s.decay[r] = power_of_two(c - largest);
         s.norm[r] = norms_of(old)[r] * s.decay[r] + s.key[r];
         if (!SIGNED) {
             for (int g = 0; g < GROUP; g++) s.weights[g][r] += largest;

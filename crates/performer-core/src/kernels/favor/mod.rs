@@ -137,17 +137,6 @@ fn at_most_zero(x: f32) -> f32 {
     x.min(0.0)
 }
 
-/// Returns the sum of two numbers, and what rounding has taken from it: both together are exact.
-///
-/// A scale to which a gate is added at every token loses a part of each gate, and all of a gate
-/// that is smaller than half of its last digit.
-#[inline(always)]
-fn add_exactly(a: f32, b: f32) -> (f32, f32) {
-    let sum = a + b;
-    let of_b = sum - a;
-    (sum, (a - (sum - of_b)) + (b - of_b))
-}
-
 impl Sums {
     /// Sums over no key: all zero, with a scale lower than that of any key.
     pub(crate) fn new(features: usize, scales: usize, values: usize) -> Self {

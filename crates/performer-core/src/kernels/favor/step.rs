@@ -7,7 +7,7 @@ use super::super::{
     rows::Span,
     vector::{add, add_max, add_scaled, decay_add, dot, exp, exp_minus, multiply, scale},
 };
-use super::{Head, Sums, add_exactly, padded, tile::log_of};
+use super::{Head, Sums, padded, tile::log_of};
 
 /// `Step` is a decoding step of one key head: the outputs `(G, 1, Dv)`, or `(G, 1, Dv + 1)` with
 /// logarithms, from finite inputs of one token.
@@ -33,19 +33,19 @@ impl WithSimd for Step<'_> {
         let (weights, rest) = rest.split_at_mut(head.q.len() * features);
         let (value, rows) = rest.split_at_mut(width);
 
-        let gate = head.gates.map_or(0.0, |gates| gates[0]);
+        if let Some(gates) = head.gates {
+            sums.forget(gates[0]);
+        }
         let log = head.map.key(simd, &head.k, key, &mut scratch.map);
         if head.map.is_signed() {
-            let (scale_before, lost) = add_exactly(sums.scale[0], gate);
-            let new = scale_before.max(log);
-            decay.fill(exp(scale_before - new + lost));
+            let new = sums.scale[0].max(log);
+            decay.fill(exp(sums.scale[0] - new));
             scale(simd, key, exp(log - new));
             sums.scale[0] = new;
         } else {
             for ((key, decay), c) in key.iter_mut().zip(decay.iter_mut()).zip(&mut sums.scale) {
-                let (before, lost) = add_exactly(*c, gate);
-                let new = if *key > before { *key } else { before };
-                *decay = before - new + lost;
+                let new = if *key > *c { *key } else { *c };
+                *decay = *c - new;
                 *key -= new;
                 *c = new;
             }

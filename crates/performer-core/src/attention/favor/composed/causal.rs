@@ -393,20 +393,13 @@ fn step(
     let log = scale.unwrap_or(k);
     let gate = gate.map(|gate| gate.unsqueeze(2)).transpose()?;
     let before = add(&state.log_scale, gate.as_ref())?;
-    // What rounding has taken from a gate: added to the scale at every token, it would add up.
-    let lost = gate.as_ref().map(|gate| {
-        let (scale, gate, sum) = (state.log_scale.detach(), gate.detach(), before.detach());
-        let of_gate = (&sum - &scale)?;
-        (&scale - (&sum - &of_gate)?)? + gate.broadcast_sub(&of_gate)?
-    });
-    let lost = lost.transpose()?;
     let after = before.detach().maximum(&log.detach())?;
     let weight = log.broadcast_sub(&after)?.exp()?;
     let phi = match scale {
         None => weight,
         Some(_) => k.broadcast_mul(&weight)?,
     };
-    let decay = add(&(before - &after)?, lost.as_ref())?.exp()?.transpose(1, 2)?;
+    let decay = (before - &after)?.exp()?.transpose(1, 2)?;
     let sums = (phi.transpose(1, 2)?.contiguous()?.matmul(v1)? + state.sums.broadcast_mul(&decay)?)?;
     let (weights, m) = match scale {
         None => {
