@@ -63,7 +63,7 @@ const KEYS: usize = 128;
 /// alone would leave threads idle.
 const PIECE: usize = 2 * KEYS;
 /// The weight `e^{s − m}` of a score `s` is zero where `s − m` is below this; `m` is the largest
-/// score of the query so far, and in the backward pass the logarithm of its denominator.
+/// score of the query so far, and in the backward pass the largest of all.
 const NEGLIGIBLE: f32 = -60.0;
 
 /// `Seen` says which keys a query sees: those that are visible; with an offset, query `t` only sees

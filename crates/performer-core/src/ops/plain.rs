@@ -244,8 +244,9 @@ pub fn index_select(x: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let x = &contiguous(x)?;
     let (out, shape, ids) = (x.index_select(ids, 0)?, x.shape().clone(), ids.clone());
     record_sum(&out, x, move |sum, grad| {
-        let sum = sum.map_or_else(|| Tensor::zeros(&shape, grad.dtype(), grad.device()), Ok)?;
-        sum.index_add(&ids, grad, 0)
+        let dtype = if matches!(grad.dtype(), DType::BF16 | DType::F16) { DType::F32 } else { grad.dtype() };
+        let sum = sum.map_or_else(|| Tensor::zeros(&shape, dtype, grad.device()), |sum| sum.to_dtype(dtype))?;
+        sum.index_add(&ids, &grad.to_dtype(dtype)?, 0)?.to_dtype(grad.dtype())
     });
     Ok(out)
 }

@@ -170,6 +170,10 @@ fn gradients_of_half_types_are_added_in_f32() -> Result<()> {
         let tape = Tape::start();
         let gradients = tape.backward(&ops::broadcast_as(&var, (4096, 1, 1))?)?;
         assert_eq!(gradients.get(&var).unwrap().to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?, [4096.0]);
+        let ids = Tensor::zeros(4096, DType::U32, &Device::Cpu)?;
+        let tape = Tape::start();
+        let gradients = tape.backward(&ops::index_select(&var, &ids)?)?;
+        assert_eq!(gradients.get(&var).unwrap().to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?, [4096.0]);
     }
     Ok(())
 }

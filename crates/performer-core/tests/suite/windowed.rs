@@ -218,7 +218,6 @@ fn what_cannot_be_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// What an attention was made with is what it tells, and its far part's parameters are its own.
 /// An error names the place in what the caller gave, and not in what is remembered.
 #[test]
 fn places_in_errors_are_those_of_what_was_given() -> Result<()> {
@@ -236,6 +235,7 @@ fn places_in_errors_are_those_of_what_was_given() -> Result<()> {
     Ok(())
 }
 
+/// What an attention was made with is what it tells, and its far part's parameters are its own.
 #[test]
 fn windows_sinks_and_trained_parameters_are_told() -> Result<()> {
     let softmax = Softmax::new().with_window(9)?.with_sinks(4)?;

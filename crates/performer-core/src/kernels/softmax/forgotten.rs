@@ -169,7 +169,7 @@ impl<'a> Forgotten<'a> {
     /// [`Self::add`] needs there. Returns false once the weights `e^{s − m}` of these keys and of
     /// all keys before them are zero for every query. `reached` holds for each query a finite
     /// number that is at most its `m`: the largest score so far (−1e37 before any), or in the
-    /// backward pass the logarithm of the denominator.
+    /// backward pass the largest of all.
     #[inline(always)]
     pub(super) fn reaches<S: Simd>(&mut self, simd: S, keys: Span, reached: &[f32]) -> bool {
         let end = keys.start + keys.count;
