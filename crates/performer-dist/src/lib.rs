@@ -50,5 +50,5 @@ pub use mpi::Mpi;
 pub use nccl::{Card, Nccl};
 pub use one::One;
 pub use ranks::{Ranks, Reduction};
-pub use start::{launched_rank, local_rank, local_size, start};
+pub use start::{launched_rank, launched_size, local_rank, local_size, start};
 pub use threads::{Thread, threads};

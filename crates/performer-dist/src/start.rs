@@ -12,18 +12,30 @@ const SIZES: [(&str, &str); 3] =
     [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"), ("PMI_SIZE", "PMI_SIZE"), ("PMIX_RANK", "SLURM_NTASKS")];
 
 /// Returns the number of processes that a launcher started with this one, 1 if there was none.
-fn launched() -> usize {
+pub fn launched_size() -> usize {
     let size = |(mark, size): &(&str, &str)| env::var_os(mark).and_then(|_| env::var(size).ok()?.parse().ok());
     SIZES.iter().find_map(size).unwrap_or(1)
 }
 
-/// What launchers say of the number of processes on this machine: OpenMPI, MPICH, Slurm.
-const LOCAL_SIZES: [&str; 3] = ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"];
+/// What launchers say of the number of processes on this machine: OpenMPI, MPICH, then Slurm where
+/// it was asked for so many, else what it gives the first machine, as in `4(x2),3`.
+const LOCAL_SIZES: [&str; 5] = [
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+];
 
 /// Returns the number of processes of this program on this machine, as far as the launcher says it.
 pub fn local_size() -> usize {
-    let size = |name: &&str| env::var(name).ok()?.parse().ok();
-    if launched() > 1 { LOCAL_SIZES.iter().find_map(size).unwrap_or(1).max(1) } else { 1 }
+    let size = |name: &&str| leading_number(&env::var(name).ok()?);
+    if launched_size() > 1 { LOCAL_SIZES.iter().find_map(size).unwrap_or(1).max(1) } else { 1 }
+}
+
+/// The number that a text begins with.
+fn leading_number(text: &str) -> Option<usize> {
+    text.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
 /// What launchers say of the number of a process on its machine: OpenMPI, MPICH, Slurm.
@@ -33,7 +45,7 @@ const LOCAL_RANKS: [&str; 3] = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
 /// the launcher says it: by it, each takes a card of its own.
 pub fn local_rank() -> usize {
     let rank = |name: &&str| env::var(name).ok()?.parse().ok();
-    if launched() > 1 { LOCAL_RANKS.iter().find_map(rank).unwrap_or(0) } else { 0 }
+    if launched_size() > 1 { LOCAL_RANKS.iter().find_map(rank).unwrap_or(0) } else { 0 }
 }
 
 /// What launchers say of the number of a process, in the order of [`SIZES`].
@@ -44,7 +56,7 @@ const RANKS: [&str; 3] = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"];
 /// [`start`].
 pub fn launched_rank() -> usize {
     let rank = |name: &&str| env::var(name).ok()?.parse().ok();
-    if launched() > 1 { RANKS.iter().find_map(rank).unwrap_or(0) } else { 0 }
+    if launched_size() > 1 { RANKS.iter().find_map(rank).unwrap_or(0) } else { 0 }
 }
 
 /// Joins the processes that a launcher of MPI started with this one; without a launcher, or where
@@ -55,7 +67,7 @@ pub fn launched_rank() -> usize {
 /// In words, if there are several processes and this build has no MPI, or MPI does not start, or
 /// the MPI of this build does not see the others, because the launcher belongs to another one.
 pub fn start(deadline: Duration) -> Result<Arc<dyn Ranks>, String> {
-    match launched() {
+    match launched_size() {
         0 | 1 => Ok(Arc::new(One)),
         size => several(size, deadline),
     }
@@ -79,4 +91,16 @@ fn several(size: usize, _: Duration) -> Result<Arc<dyn Ranks>, String> {
         "this is one of {size} processes, and this build cannot join them: build it with --features mpi (which \
          needs an MPI library), or start it without mpirun"
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::leading_number;
+
+    #[test]
+    fn slurm_tells_the_processes_of_each_machine() {
+        for (text, number) in [("4", Some(4)), ("4(x2),3", Some(4)), ("12,3", Some(12)), ("", None), ("x2", None)] {
+            assert_eq!(leading_number(text), number, "{text:?}");
+        }
+    }
 }

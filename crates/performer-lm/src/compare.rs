@@ -25,7 +25,7 @@ use crate::{
     model::Decoder,
     train::{
         Found, Grid, Report, RunOptions, as_trained, digests, divided, find, find_or_run, is_divergence, led, made,
-        run_name, training_batches,
+        require_one_plan, run_name, training_batches,
     },
 };
 #[cfg(feature = "cli")]
@@ -148,6 +148,11 @@ impl Comparison<'_> {
             "learning rates are chosen by the validation split, so results need a test split, and the data has none"
         );
         led(&self.ranks, || self.check(data))?;
+        let attentions: Vec<String> = self.attentions.iter().map(ToString::to_string).collect();
+        let plan = serde_json::json!({
+            "training": self.training, "attentions": attentions, "seeds": self.seeds, "learning_rates": self.rates(),
+        });
+        require_one_plan(&self.ranks, &as_trained(&self.config, data), &plan, data, &self.device)?;
         // Two comparisons in one folder would replace each other's outcome.
         let _lock = led(&self.ranks, || files::Lock::of(self.out))?;
         let mut found = FoundSoFar::default();

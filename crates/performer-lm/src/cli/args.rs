@@ -62,8 +62,7 @@ impl Global {
             None => (cores / local_size()).max(1),
         };
         // While a pass runs on each thread, Candle's own pools would only compete for the cores.
-        // Processes on this machine share the passes of a step.
-        let inside = inside(threads, passes.div_ceil(local_size())).to_string();
+        let inside = inside(threads, passes).to_string();
         // SAFETY: no other thread has been started yet.
         unsafe {
             std::env::set_var("RAYON_NUM_THREADS", &inside);

@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use super::{
     args::{DataArgs, Machine, RecipeArgs},
     output,
-    train::{few_steps, in_turn},
+    train::few_steps,
 };
 use crate::{
     compare::{Comparison, Outcome, Summary},
@@ -19,7 +19,7 @@ use crate::{
     errors::Cause,
     eval::show_perplexity,
     revision::command_line,
-    train::{Grid, agreed, training_batches},
+    train::{Grid, agreed, in_turn, training_batches},
 };
 
 /// How long processes wait for the one whose runs take longest: a week. Where a process dies, its

@@ -190,7 +190,8 @@ fn options(mut command: &clap::Command, mut matches: &ArgMatches) -> (BTreeSet<S
 /// train by settings of their own, run one on each thread.
 fn passes(command: &Command) -> usize {
     match command {
-        Command::Train(args) => args.passes(),
+        // All processes share the passes of a step; of other commands each makes runs of its own.
+        Command::Train(args) => args.passes().div_ceil(performer_dist::launched_size()),
         Command::Compare(args) => args.passes(),
         Command::Bench(bench) => bench.passes(),
         Command::Lab(lab) if lab.is_one_at_a_time() => 1,
@@ -218,7 +219,7 @@ fn run(cli: Cli, ranks: &mut Arc<dyn Ranks>) -> Result<()> {
         let text = "only train, compare, lab ablate and lab tasks work on several processes; start this command without mpirun".into();
         bail!(Disagreement { rank: 0, size: ranks.size(), text });
     }
-    listen_for_ctrl_c()?;
+    listen_for_ctrl_c(ranks.size() > 1)?;
     let done = perform(cli.command, &global).map_err(|error| {
         let lower = "the batch, the context or the length of the text".to_string();
         explain_memory(error, &global.device, lower, false)
@@ -282,15 +283,16 @@ fn manual(command: &clap::Command, pages: &mut Vec<u8>) -> std::io::Result<()> {
 }
 
 /// Handles Ctrl-C. Steps of a training would be lost, so they are saved first; everything else that
-/// a command does is saved already or is made again, and ends at once.
+/// a command does is saved already or is made again, and ends at once. Of several processes none
+/// ends at once, for the launcher would end those that save.
 ///
 /// A terminal that is closed is handled in the same way, unless the program was started to live on
 /// after it.
-fn listen_for_ctrl_c() -> Result<()> {
+fn listen_for_ctrl_c(several: bool) -> Result<()> {
     #[cfg(unix)]
     let lives_on = ignores_hangup();
-    ctrlc::set_handler(|| {
-        if output::takes_steps() && !STOP.swap(true, Ordering::Relaxed) {
+    ctrlc::set_handler(move || {
+        if (several || output::takes_steps()) && !STOP.swap(true, Ordering::Relaxed) {
             output::note("stopping after this step; once more to stop at once");
             return;
         }

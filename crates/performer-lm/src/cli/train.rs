@@ -23,7 +23,9 @@ use crate::{
     files::require_no_file,
     model::pretrained::Pretrained,
     revision::quoted,
-    train::{Grid, RunOptions, Trainer, agreed, default_out, is_begun, is_finished, led, saved_data, saved_passes},
+    train::{
+        Grid, RunOptions, Trainer, agreed, default_out, in_turn, is_begun, is_finished, led, saved_data, saved_passes,
+    },
 };
 
 #[derive(clap::Args)]
@@ -152,9 +154,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         });
         return finish(&args, trainer, &data, dir);
     }
-    // The first of several processes downloads what the others then find.
-    let first = led(ranks, || settings(&args, machine))?;
-    let settings = agreed(ranks, first.map_or_else(|| settings(&args, machine), Ok))?;
+    let settings = in_turn(ranks, || settings(&args, machine))?;
     let Settings { mut weights, model, training, out } = settings;
     led(ranks, || require_no_file(&out))?;
     // Once the first of several processes has begun, the folder holds something.
@@ -273,13 +273,6 @@ pub(super) fn few_steps(steps: usize, training: &TrainingConfig) -> Option<Strin
     };
     (steps < FEW_STEPS && !asked)
         .then(|| format!("only {steps} steps, in which a model learns little: more by --epochs{smaller}"))
-}
-
-/// Prepares data on the first rank, then on the others, which find it in the cache where they share
-/// one.
-pub(super) fn in_turn(ranks: &Grid, prepare: impl Fn() -> Result<Prepared>) -> Result<Prepared> {
-    let first = led(ranks, &prepare)?;
-    agreed(ranks, first.map_or_else(&prepare, Ok))
 }
 
 fn options<'a>(out: &'a Path, data: &'a str, machine: &Machine, ranks: &Grid, stop: &'a AtomicBool) -> RunOptions<'a> {

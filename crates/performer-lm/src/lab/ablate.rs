@@ -21,7 +21,9 @@ use crate::{
     listener::Listener,
     plot::{At, Axis, Chart, Marker, Scale, Series},
     seeds::mean,
-    train::{Grid, RunKey, RunOptions, as_trained, divided, find, find_or_run, is_divergence, led, made},
+    train::{
+        Grid, RunKey, RunOptions, as_trained, divided, find, find_or_run, is_divergence, led, made, require_one_plan,
+    },
 };
 
 /// The noise to assume where there is only one seed, in nats: by so much, differences to softmax
@@ -239,6 +241,8 @@ pub fn run(plan: &Plan, data: &Prepared, mut progress: impl FnMut(String)) -> Re
             found.map(drop).with_context(|| variants[i].name.clone())
         })
     })?;
+    let settings = serde_json::json!({ "training": plan.training, "features": features, "seeds": plan.seeds });
+    require_one_plan(&plan.ranks, &as_trained(&plan.config, data), &settings, data, &plan.device)?;
     // The runs that diverged on another rank, or on this one.
     let mut lost = Vec::new();
     if plan.ranks.world().size() > 1 {

@@ -172,7 +172,8 @@ impl<'a> Trainer<'a> {
 
     /// Refuses ranks that train something else than the first.
     fn require_equal(&self) -> Result<()> {
-        let what = serde_json::json!({ "run": self.key, "step": self.step() });
+        // How often a run is saved is not in its key, and all ranks take part in saving.
+        let what = serde_json::json!({ "run": self.key, "step": self.step(), "save_every": self.training.save_every });
         require_equal(&self.options.ranks, &what)
     }
 

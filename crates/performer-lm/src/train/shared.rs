@@ -5,7 +5,7 @@
 use anyhow::bail;
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
-use performer_dist::{Disagreement, Grid, Reduction, agree, agree_on, gather, sum_in_order};
+use performer_dist::{Disagreement, Grid, Reduction, agree, agree_on, gather, local_rank, sum_in_order};
 use serde_json::Value;
 
 #[cfg(feature = "lab")]
@@ -36,6 +36,29 @@ pub(crate) fn agreed<T>(ranks: &Grid, outcome: Result<T>) -> Result<T> {
 /// Does something on the one rank that writes files; all ranks fail if it fails.
 pub(crate) fn led<T>(ranks: &Grid, work: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
     agreed(ranks, if ranks.leads() { work().map(Some) } else { Ok(None) })
+}
+
+/// Does something on the first rank, then on one rank of each other machine, then on all others:
+/// what the first of a machine downloads, or writes to a cache, the others find.
+pub(crate) fn in_turn<T>(ranks: &Grid, work: impl Fn() -> Result<T>) -> Result<T> {
+    let mut done = led(ranks, &work)?;
+    let turn = done.is_none() && local_rank() == 0;
+    done = agreed(ranks, if turn { work().map(Some) } else { Ok(done) })?;
+    agreed(ranks, done.map_or_else(work, Ok))
+}
+
+/// Refuses ranks that would divide other runs among themselves than rank 0, or make them otherwise:
+/// `plan` are the settings, as a JSON object.
+#[cfg(feature = "lab")]
+pub(crate) fn require_one_plan(
+    ranks: &Grid,
+    config: &ModelConfig,
+    plan: &Value,
+    data: &Prepared,
+    device: &Device,
+) -> Result<()> {
+    let key = run_key::RunKey::new("several runs", config, plan, run_key::digests(data), 0, device)?;
+    require_equal(ranks, &serde_json::to_value(key)?)
 }
 
 /// Refuses ranks whose settings, data, program or progress, as named in a JSON object, are not

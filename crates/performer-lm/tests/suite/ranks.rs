@@ -184,6 +184,12 @@ fn ranks_that_differ_stop_all_with_one_message() -> Result<()> {
         Trainer::new(&model, &training, &data, options(&folder.path().join("a"), &stop, ranks)).map(drop)
     });
     all_fail(outcomes, 2, &["run.settings.learning_rate is"]);
+    // It changes no result, but all ranks save together.
+    let outcomes = on_ranks(2, |ranks| {
+        let training = TrainingConfig { save_every: 1 + ranks.world().rank(), ..training.clone() };
+        Trainer::new(&model, &training, &data, options(&folder.path().join("a"), &stop, ranks)).map(drop)
+    });
+    all_fail(outcomes, 1, &["save_every is 2"]);
 
     // What an earlier run left in the folder stays whole.
     let earlier = folder.path().join("earlier");
@@ -258,10 +264,10 @@ fn a_comparison_does_not_depend_on_the_number_of_ranks() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let (stop, data) = (AtomicBool::new(false), prepare_with_test(&DataSpec::Sample, 300, None, &Silent)?);
     let (model, training) = recipe("softmax")?;
-    let compare = |out: &Path, ranks: Grid| {
+    let compare = |out: &Path, ranks: Grid, steps: usize| {
         let outcome = Comparison {
             config: model.clone(),
-            training: TrainingConfig { max_steps: Some(3), redraw_every: 0, ..training.clone() },
+            training: TrainingConfig { max_steps: Some(steps), redraw_every: 0, ..training.clone() },
             attentions: vec!["softmax".parse().unwrap(), "favor:m=8".parse().unwrap()],
             seeds: vec![1, 2],
             // The last makes every training diverge, which loses to the others on every rank.
@@ -280,19 +286,28 @@ fn a_comparison_does_not_depend_on_the_number_of_ranks() -> Result<()> {
             outcome.runs.iter().map(|run| (run.attention_spec.clone(), run.seed, run.val_loss)).collect();
         Ok((losses, outcome.learning_rates))
     };
-    let alone = compare(&folder.path().join("alone"), Grid::one())?;
+    let alone = compare(&folder.path().join("alone"), Grid::one(), 3)?;
     assert_eq!(alone.0.len(), 4);
     assert_eq!(alone.1.iter().filter(|tried| tried.val_loss.is_none()).count(), 2);
     let out = folder.path().join("three");
-    for outcome in on_ranks(3, |ranks| compare(&out, ranks)) {
+    for outcome in on_ranks(3, |ranks| compare(&out, ranks, 3)) {
         assert_eq!(outcome?, alone);
     }
     assert!(out.join("compare.json").exists() && out.join("loss.svg").exists());
 
+    // A rank with other settings ends all, before anything is trained.
+    let out = folder.path().join("other");
+    let outcomes = on_ranks(2, |ranks| {
+        let steps = 3 + ranks.world().rank();
+        compare(&out, ranks, steps)
+    });
+    all_fail(outcomes, 1, &["settings.training.max_steps is 4 and not 3"]);
+    assert!(!out.join("compare.json").exists());
+
     // A rank that trains in a folder of its own leaves results that nobody finds.
     let outcomes = on_ranks(2, |ranks| {
         let out = folder.path().join(format!("apart-{}", ranks.world().rank()));
-        compare(&out, ranks)
+        compare(&out, ranks, 3)
     });
     for outcome in outcomes {
         let error = format!("{:#}", outcome.expect_err("folders differ"));
@@ -353,7 +368,7 @@ fn tasks_are_spread_over_ranks() -> Result<()> {
     });
     for outcome in outcomes {
         let error = format!("{:#}", outcome.expect_err("the ranks have two folders"));
-        assert!(error.contains("rank 1 of 2: it finds other finished runs"), "{error}");
+        assert!(error.contains("rank 1 of 2: it would make other runs than rank 0"), "{error}");
     }
     Ok(())
 }

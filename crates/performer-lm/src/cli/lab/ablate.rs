@@ -13,14 +13,13 @@ use crate::{
         args::{DataArgs, Machine},
         compare::LONGEST_RUN,
         output,
-        train::in_turn,
     },
     config::{ModelConfig, Preset, TrainingConfig},
     lab::{
         Findings,
         ablate::{self, Plan},
     },
-    train::Grid,
+    train::{Grid, in_turn},
     unfinished::Scratch,
 };
 

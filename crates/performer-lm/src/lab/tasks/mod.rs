@@ -252,14 +252,15 @@ impl Plan<'_> {
     /// Makes runs, as many at a time as there are ranks, and keeps them.
     fn make(&self, missing: &[(&Setting, &AttentionPattern, u64)], kept: &mut Kept) -> Result<()> {
         let world = self.ranks.world();
-        let names: Vec<String> =
-            missing.iter().map(|(setting, attention, seed)| format!("{} {attention} {seed}", setting.task)).collect();
+        let key = |(setting, attention, seed): &(&Setting, &AttentionPattern, u64)| setting.key(attention, *seed);
+        let keys = missing.iter().map(key).collect::<Result<Vec<_>>>()?;
         let differs = |_: &str, _: &str| {
-            "it finds other finished runs than rank 0: all processes need one folder for results, on a file system that \
-             all of them see"
+            "it would make other runs than rank 0: it finds other finished ones (all processes need one folder for \
+             results, on a file system that all of them see), reads another text, computes on another kind of device, or \
+             is another build"
                 .into()
         };
-        if let Some(other) = agree_on(world, &names.join("\n"), differs)? {
+        if let Some(other) = agree_on(world, &serde_json::to_string(&keys)?, differs)? {
             return Err(other.into());
         }
         for round in missing.chunks(world.size()) {
