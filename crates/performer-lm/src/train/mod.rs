@@ -43,6 +43,8 @@ pub use run::{RunOptions, Trainer, training_batches};
 pub use run_key::{Earlier, Leg, RunKey};
 pub(crate) use run_key::{digests, model_digest};
 pub use segments::SharedSequence;
+#[cfg(feature = "cli")]
+pub(crate) use shared::in_turn;
 #[cfg(feature = "lab")]
-pub(crate) use shared::{agreed, any_asked, divided, in_turn, is_divergence, led, made, require_one_plan};
+pub(crate) use shared::{agreed, any_asked, divided, is_divergence, led, made, require_one_plan};
 pub(crate) use steps::{Pace, Step, Steps, take_steps};

@@ -5,7 +5,7 @@
 use anyhow::bail;
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
-use performer_dist::{Disagreement, Grid, Reduction, agree, agree_on, gather, local_rank, sum_in_order};
+use performer_dist::{Disagreement, Grid, Reduction, agree, agree_on, gather, sum_in_order};
 use serde_json::Value;
 
 #[cfg(feature = "lab")]
@@ -40,9 +40,10 @@ pub(crate) fn led<T>(ranks: &Grid, work: impl FnOnce() -> Result<T>) -> Result<O
 
 /// Does something on the first rank, then on one rank of each other machine, then on all others:
 /// what the first of a machine downloads, or writes to a cache, the others find.
+#[cfg(feature = "cli")]
 pub(crate) fn in_turn<T>(ranks: &Grid, work: impl Fn() -> Result<T>) -> Result<T> {
     let mut done = led(ranks, &work)?;
-    let turn = done.is_none() && local_rank() == 0;
+    let turn = done.is_none() && performer_dist::local_rank() == 0;
     done = agreed(ranks, if turn { work().map(Some) } else { Ok(done) })?;
     agreed(ranks, done.map_or_else(work, Ok))
 }
