@@ -59,6 +59,7 @@ fn main() -> Result<()> {
     let stop = AtomicBool::new(false);
     let options = RunOptions {
         out: Path::new(out),
+        overwrite: true,
         data: "sample",
         device: Device::Cpu,
         threads: 1,

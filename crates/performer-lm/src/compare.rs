@@ -373,6 +373,7 @@ impl Comparison<'_> {
     fn options<'b>(&'b self, out: &'b Path) -> RunOptions<'b> {
         RunOptions {
             out,
+            overwrite: true,
             data: &self.data,
             device: self.device.clone(),
             threads: self.threads,

@@ -9,11 +9,10 @@
 //! attention: Arc<dyn Attention>,
 //! // BertSelfAttention::forward, for the product with the keys, the mask, softmax and the product
 //! // with the values:
-//! let mask = Mask::full().with_keys(attention_mask)?;
 //! let inputs = Inputs::new(&query_layer, &key_layer, &value_layer);
-//! let context_layer = self.attention.forward(inputs, &mask)?;
-//! // BertModel::forward, for get_extended_attention_mask: nothing, the mask of ones and zeros is
-//! // passed on as it is.
+//! let context_layer = self.attention.forward(inputs, mask)?;
+//! // BertModel::forward, for get_extended_attention_mask; each `forward` hands down a `&Mask`:
+//! let mask = Mask::full().with_keys(attention_mask)?;
 //! ```
 //!
 //! To run it, give a Hugging Face folder of a BERT whose sentence embeddings are means of hidden

@@ -69,14 +69,13 @@ impl BertSelfAttention {
         xs.reshape((b, t, self.num_attention_heads, self.attention_head_size))?.transpose(1, 2)
     }
 
-    fn forward(&self, hidden_states: &Tensor, attention_mask: &Tensor) -> Result<Tensor> {
+    fn forward(&self, hidden_states: &Tensor, mask: &Mask) -> Result<Tensor> {
         let query_layer = self.transpose_for_scores(&self.query.forward(hidden_states)?)?;
         let key_layer = self.transpose_for_scores(&self.key.forward(hidden_states)?)?;
         let value_layer = self.transpose_for_scores(&self.value.forward(hidden_states)?)?;
 
         // SWAP: was `q·kᵀ/√D`, adding the mask, softmax and `· v`.
-        let mask = Mask::full().with_keys(attention_mask)?;
-        let context_layer = self.attention.forward(Inputs::new(&query_layer, &key_layer, &value_layer), &mask)?;
+        let context_layer = self.attention.forward(Inputs::new(&query_layer, &key_layer, &value_layer), mask)?;
 
         context_layer.transpose(1, 2)?.contiguous()?.flatten_from(2)
     }
@@ -118,8 +117,8 @@ impl BertLayer {
         })
     }
 
-    fn forward(&self, hidden_states: &Tensor, attention_mask: &Tensor) -> Result<Tensor> {
-        let context = self.self_attention.forward(hidden_states, attention_mask)?;
+    fn forward(&self, hidden_states: &Tensor, mask: &Mask) -> Result<Tensor> {
+        let context = self.self_attention.forward(hidden_states, mask)?;
         let attention_output = self.self_output.forward(&context, hidden_states)?;
         let inner = self.intermediate.forward(&attention_output)?;
         let inner = match self.intermediate_act {
@@ -170,11 +169,12 @@ impl BertModel {
         attention_mask: &Tensor,
         watch: &mut dyn FnMut(&Tensor),
     ) -> Result<Tensor> {
-        // SWAP: the mask was turned into numbers to add to the scores; now it is passed on as it
-        // is.
+        // SWAP: the mask was turned into numbers to add to the scores; now it becomes a `Mask`,
+        // once for all layers.
+        let mask = Mask::full().with_keys(attention_mask)?;
         let mut hidden_states = self.embeddings.forward(input_ids, token_type_ids)?;
         for layer in &self.layers {
-            hidden_states = layer.forward(&hidden_states, attention_mask)?;
+            hidden_states = layer.forward(&hidden_states, &mask)?;
             watch(&hidden_states);
         }
         Ok(hidden_states)

@@ -48,7 +48,9 @@ impl Group {
 }
 
 impl ByHead {
-    /// Divides heads among these attentions.
+    /// Divides heads among these attentions. One of yours may be among them. If its `advance` fails
+    /// for something else than its inputs, groups before it may have gone on, and the state cannot
+    /// be used further.
     ///
     /// # Errors
     /// If there is none, or one has features that cannot be read.

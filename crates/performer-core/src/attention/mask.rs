@@ -45,7 +45,8 @@ impl Mask {
     ///   number of their type where it is hidden.
     ///
     /// Hidden keys and values may hold any finite numbers. A row that sees no key at all yields
-    /// zeros. The numbers are read once, here; on a GPU this waits for the device.
+    /// zeros. The numbers are read once, here; on a GPU this waits for the device, so make the mask
+    /// once for a batch and not in every layer.
     ///
     /// # Shapes
     /// `(B, Tk)`, `(Tk)`, or `(B, 1, Tk)` and `(B, 1, 1, Tk)` as they are broadcast over heads and

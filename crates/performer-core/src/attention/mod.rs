@@ -12,7 +12,9 @@
 //!
 //! # An attention of your own
 //! Implement [`Attention`] with [`Attention::forward`] and [`Attention::advance`], and [`Memory`]
-//! for whatever it remembers while decoding. Here, each output is the mean of all values so far:
+//! for whatever it remembers while decoding. It goes into a [`MultiHeadAttention`] and into
+//! [`ByHead`]; before the features of a [`Windowed`] put a feature map of yours by
+//! [`Favor::with_map`]. Here, each output is the mean of all values so far:
 //! ```
 //! use candle_core::{D, DType, Device, Result, Tensor};
 //! use performer_core::attention::{Memory, StateRecord};
@@ -171,7 +173,8 @@ pub trait Attention: fmt::Debug + Send + Sync {
     ///
     /// Splitting a sequence in any way and extending piece by piece gives what one causal pass
     /// gives, up to rounding. It is for inference: the state carries no gradient. A fresh [`State`]
-    /// starts a sequence.
+    /// starts a sequence. All sequences of a state have seen as many tokens, and there is no mask
+    /// for padding: texts of different lengths are decoded with a state each.
     ///
     /// # Errors
     /// As for [`Self::forward`], and if the state was made by another attention, with another seed,
@@ -246,6 +249,10 @@ pub trait Attention: fmt::Debug + Send + Sync {
     }
 
     /// The names among [`Self::buffers`] that are meant to be trained; none, unless overridden.
+    ///
+    /// In a layer a trained buffer whose name has a dot, as `map.weight`, and whose first dimension
+    /// is 1 is repeated for each key head, and with it the buffers of the same prefix that are not
+    /// trained. One without a dot keeps its shape.
     fn trained_buffers(&self) -> Vec<String> {
         Vec::new()
     }

@@ -423,7 +423,8 @@ impl State {
         self.record()?.save(path.as_ref())
     }
 
-    /// Loads a state that [`Self::save`] wrote, with the same bits.
+    /// Loads a state that [`Self::save`] wrote, with the same bits. Sums of FAVOR go on only on the
+    /// kind of device on which they began: a CPU and a card keep them in another form.
     ///
     /// # Errors
     /// If the file cannot be read or holds something else.
@@ -473,7 +474,8 @@ impl State {
             }
             if other.tokens != first.tokens {
                 bail!(
-                    "state: it has seen {} tokens and cannot be joined with one that has seen {}",
+                    "state: it has seen {} tokens and cannot be joined with one that has seen {}; texts of \
+                     different lengths are decoded with a state each",
                     first.tokens,
                     other.tokens
                 );
@@ -509,7 +511,8 @@ fn is_batch(field: &str) -> bool {
 /// The error where memory is of `kind` and an attention needs an `M`.
 fn other_kind<M: Memory>(kind: &str) -> candle_core::Error {
     candle_core::Error::Msg(format!(
-        "state: it holds {kind}, made by another attention or on another path, and this one needs {}",
+        "state: it holds {kind}, made by another attention, on another kind of device or on another path, \
+         and this one needs {}",
         M::kind()
     ))
 }

@@ -197,8 +197,10 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         1
     }
 
-    /// Computes the features of the rows of `x`, shape `(..., D)`, f32 or f64. Where a map has
-    /// parameters for each key head, the first dimension counts key heads, batch by batch.
+    /// Computes the features of the rows of `x`, shape `(..., D)`, f32 or f64, which are divided by
+    /// `D^¼` already. Attention gives queries as `(B·Hkv, Tq, G, D)`, with the `G` query heads that
+    /// read a key head, and keys as `(B·Hkv, Tk, D)`. So where a map has parameters for each key
+    /// head, the first dimension counts key heads, batch by batch.
     ///
     /// # Errors
     /// If the rows are not of [`Self::input_dim`] numbers, or the first dimension is no multiple of
@@ -248,7 +250,8 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
         Vec::new()
     }
 
-    /// The names among [`Self::parameters`] that training changes: all of them, unless overridden.
+    /// The names among [`Self::parameters`] that training changes, if the map is to be trained at
+    /// all ([`crate::Favor::trained`]): all of them, unless overridden.
     fn trained_parameters(&self) -> Vec<&'static str> {
         self.parameters().into_iter().map(|(name, _)| name).collect()
     }
@@ -267,7 +270,7 @@ pub trait FeatureMap: fmt::Debug + Send + Sync {
     /// If one is missing or has no fitting shape.
     fn with_parameters(&self, get: &dyn Fn(&str) -> Option<Tensor>) -> Result<Box<dyn FeatureMap>> {
         let _ = get;
-        bail!("feature map {self:?} has no parameters")
+        bail!("feature map {self:?} takes no other parameters: it does not implement with_parameters")
     }
 
     /// Computes the estimated kernel matrix `φ(x_i)·φ(y_j)`: `(..., Tq, D)`, `(..., Tk, D)` →

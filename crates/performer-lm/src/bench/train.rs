@@ -198,6 +198,7 @@ fn measure(plan: &Plan, training: &TrainingConfig, candidate: &Candidate, data: 
         let folder = Scratch::new("the run")?;
         let options = RunOptions {
             out: folder.path(),
+            overwrite: true,
             data: "bench",
             device: plan.device.clone(),
             threads: plan.threads,

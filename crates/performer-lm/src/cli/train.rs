@@ -278,6 +278,8 @@ pub(super) fn few_steps(steps: usize, training: &TrainingConfig) -> Option<Strin
 fn options<'a>(out: &'a Path, data: &'a str, machine: &Machine, ranks: &Grid, stop: &'a AtomicBool) -> RunOptions<'a> {
     RunOptions {
         out,
+        // The command refuses a folder with a model by itself, unless --overwrite is given.
+        overwrite: true,
         data,
         device: machine.device.clone(),
         threads: machine.threads,

@@ -73,6 +73,7 @@ fn run(attention: &str, device: &Device, extent: Extent) -> Result<Training> {
         let folder = Scratch::new("the run")?;
         let options = RunOptions {
             out: folder.path(),
+            overwrite: true,
             data: "sample",
             device: device.clone(),
             threads: 1,

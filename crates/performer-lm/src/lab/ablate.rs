@@ -335,6 +335,7 @@ impl Plan<'_> {
     fn options<'b>(&'b self, out: &'b Path) -> RunOptions<'b> {
         RunOptions {
             out,
+            overwrite: true,
             data: &self.data,
             device: self.device.clone(),
             threads: self.threads,

@@ -59,6 +59,8 @@ pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 pub struct RunOptions<'a> {
     /// Folder for checkpoints and `metrics.jsonl`.
     pub out: &'a Path,
+    /// Whether a new training may replace a model that is in the folder already.
+    pub overwrite: bool,
     /// The data as the command line spells it, for resuming.
     pub data: &'a str,
     /// Device on which the model is trained.
@@ -128,7 +130,8 @@ impl<'a> Trainer<'a> {
     }
 
     /// Trains to the end, saves, validates on all of the held-out text, and reports. If it is
-    /// stopped before, it saves and returns `None`.
+    /// stopped before, it saves and returns `None`. The model is in the folder, for
+    /// [`load_model`](super::load_model).
     ///
     /// # Errors
     /// If a loss or gradient is not finite, or the checkpoint cannot be written.

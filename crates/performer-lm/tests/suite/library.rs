@@ -11,6 +11,7 @@ use candle_core::Device;
 use performer_lm::{
     config::Preset,
     data::{DataSpec, prepare},
+    errors::Cause,
     eval::evaluate,
     listener::{Bar, Listener, Unit},
     model::pretrained,
@@ -91,26 +92,35 @@ fn a_model_is_trained_with_a_listener_evaluated_and_opened() -> Result<()> {
     let data = prepare(&DataSpec::Sample, 300, None, &kept)?;
     let (mut model, mut training) = Preset::Seed.load()?;
     (model.context, training.batch_size, training.max_steps) = (16, 4, Some(3));
-    let options = RunOptions {
+    let stop = AtomicBool::new(false);
+    let options = || RunOptions {
         out: folder.path(),
+        overwrite: false,
         data: "sample",
         device: Device::Cpu,
         threads: 2,
-        stop: &AtomicBool::new(false),
+        stop: &stop,
         samples: false,
         listener: &kept,
         ranks: Grid::one(),
     };
-    let report = Trainer::new(&model, &training, &data, options)?.run()?.context("nobody stopped it")?;
+    let report = Trainer::new(&model, &training, &data, options())?.run()?.context("nobody stopped it")?;
+    // Another training would replace the model, which has to be allowed.
+    let weights = std::fs::read(folder.path().join("model.safetensors"))?;
+    let Err(refused) = Trainer::new(&model, &training, &data, options()) else { panic!("the model is replaced") };
+    assert!(matches!(refused.downcast_ref(), Some(Cause::WouldReplace(_))), "{refused:#}");
+    assert_eq!(std::fs::read(folder.path().join("model.safetensors"))?, weights);
 
-    let steps = kept.steps.into_inner().unwrap();
+    let steps = std::mem::take(&mut *kept.steps.lock().unwrap());
     assert_eq!(steps.iter().map(|step| step.0).collect::<Vec<_>>(), [1, 2, 3]);
     assert!(steps.iter().all(|step| step.1.is_finite()));
-    assert!(kept.begun.into_inner().unwrap().iter().any(|(_, unit, total)| *unit == Unit::Steps && *total == 3));
-    assert!(kept.notes.into_inner().unwrap().iter().any(|note| note.contains("validation")));
+    assert!(kept.begun.lock().unwrap().iter().any(|(_, unit, total)| *unit == Unit::Steps && *total == 3));
+    assert!(kept.notes.lock().unwrap().iter().any(|note| note.contains("validation")));
 
-    let (model, _) = pretrained::load(&folder.path().to_string_lossy(), &Device::Cpu)?;
-    assert_eq!(evaluate(&model, &data.valid, 2)?.val_loss, report.val_loss);
+    let (trained, _) = pretrained::load(&folder.path().to_string_lossy(), &Device::Cpu)?;
+    assert_eq!(evaluate(&trained, &data.valid, 2)?.val_loss, report.val_loss);
+    drop(Trainer::new(&model, &training, &data, RunOptions { overwrite: true, ..options() })?);
+    assert_ne!(std::fs::read(folder.path().join("model.safetensors"))?, weights);
     Ok(())
 }
 

@@ -56,7 +56,17 @@ pub(crate) fn recipe(attention: &str) -> Result<(ModelConfig, TrainingConfig)> {
 
 pub(crate) fn options<'a>(out: &'a Path, stop: &'a AtomicBool, ranks: Grid) -> RunOptions<'a> {
     let device = Device::Cpu;
-    RunOptions { out, data: "sample", device, threads: 2, stop, samples: false, listener: &Silent, ranks }
+    RunOptions {
+        out,
+        overwrite: true,
+        data: "sample",
+        device,
+        threads: 2,
+        stop,
+        samples: false,
+        listener: &Silent,
+        ranks,
+    }
 }
 
 /// Does something on so many ranks, and returns what each of them got.

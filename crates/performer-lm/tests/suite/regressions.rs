@@ -33,6 +33,7 @@ fn train(attention: &str, data: &Prepared, context: usize, training: TrainingCon
     let stop = AtomicBool::new(false);
     let options = RunOptions {
         out: dir.path(),
+        overwrite: true,
         data: "tokens",
         device: Device::Cpu,
         threads: 2,

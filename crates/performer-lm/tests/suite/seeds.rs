@@ -90,6 +90,7 @@ fn run(fixtures: &Path) -> Result<()> {
     let stop = AtomicBool::new(true);
     let options = RunOptions {
         out: &out,
+        overwrite: true,
         data: "tokens",
         device: Device::Cpu,
         threads: 1,

@@ -67,6 +67,7 @@ fn recipe(attention: &str) -> (ModelConfig, TrainingConfig) {
 fn options<'a>(out: &'a Path, threads: usize, stop: &'a AtomicBool) -> RunOptions<'a> {
     RunOptions {
         out,
+        overwrite: true,
         data: "law",
         device: Device::Cpu,
         threads,

@@ -178,7 +178,9 @@ impl Favor {
 
     /// FAVOR over any feature map, one of yours included. [`FeatureMap::parameters`] are its
     /// buffers, and redrawing leaves it alone. A layer saves and loads them, and does not train
-    /// them unless [`Self::trained`] says so.
+    /// them unless [`Self::trained`] says so. Either way it gives the map tensors of its own by
+    /// [`FeatureMap::with_parameters`]: a variable that the map was made with gets no gradient
+    /// there, so train those of the layer's `VarMap`.
     ///
     /// # Errors
     /// If the map takes rows of 0 numbers or makes 0 features, or if the form that it has for

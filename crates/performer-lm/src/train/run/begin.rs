@@ -1,14 +1,14 @@
 //! How a run begins, from new or given weights, and how it resumes from its checkpoint: what is
 //! refused before the first step, and what the parts of a [`Trainer`] start as.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, path::Path};
 
 use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Tensor};
 
 use super::{RunOptions, Trainer, training_batches};
 use crate::{
-    checkpoint::{remove_reports, require_folder},
+    checkpoint::{MODEL, remove_reports, require_folder},
     config::{ModelConfig, TrainingConfig},
     data::{DataSpec, Prepared},
     errors::Cause,
@@ -22,6 +22,14 @@ use crate::{
         shared::{agreed, led},
     },
 };
+
+/// Refuses a folder that holds a model, whose training a new one would replace.
+fn require_no_model(out: &Path) -> Result<()> {
+    let is_taken = out.join(MODEL).exists() || TrainingState::is_in(out)?;
+    let text = || format!("{} holds a model already, which a new training would replace", out.display());
+    ensure!(!is_taken, Cause::WouldReplace(text()));
+    Ok(())
+}
 
 /// Refuses weights that are not finite. They would be found at the first step, when what was in the
 /// folder before is gone, and be taken for a learning rate that is too high.
@@ -45,7 +53,9 @@ impl<'a> Trainer<'a> {
     ///
     /// # Errors
     /// If a configuration is invalid, its features are of no use at its context, there is too
-    /// little data for one batch, or the folder cannot be written.
+    /// little data for one batch, if the folder cannot be written or, with
+    /// [`Cause::WouldReplace`], if a model is in it and the options do not allow to replace it
+    /// ([`find`](crate::train::find) tells whether it is one of this training).
     pub fn new(
         config: &ModelConfig,
         training: &TrainingConfig,
@@ -106,6 +116,7 @@ impl<'a> Trainer<'a> {
             require_finite(weights)?;
             Ok((model, Some(model_digest(config, weights)?)))
         };
+        led(&ranks, || if options.overwrite { Ok(()) } else { require_no_model(options.out) })?;
         let (model, initial) = agreed(&ranks, model())?;
         agreed(&ranks, require_segments(&model, &ranks))?;
         let lock = led(&ranks, || Lock::of(options.out))?;
