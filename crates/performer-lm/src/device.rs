@@ -83,6 +83,11 @@ fn metal() -> Result<Device> {
     if !candle_core::utils::metal_is_available() {
         bail!(Cause::Device("this build has no Metal: build it with --features metal on a Mac".into()));
     }
+    // Candle panics where there is none, as in a virtual machine.
+    #[cfg(feature = "metal")]
+    if performer_core::kernels::metal::devices() == 0 {
+        bail!(Cause::Device("this machine has no Metal device".into()));
+    }
     Device::new_metal(0).context(Cause::Device("no Metal device can be opened".into()))
 }
 
@@ -96,9 +101,14 @@ pub(crate) fn explain_memory(error: anyhow::Error, device: &Device, lower: Strin
     error.context(Cause::OutOfMemory { free: free_memory(device), lower, in_training })
 }
 
+/// What drivers and Candle say where the memory of a device ran out, in small letters; the last two
+/// are of Metal.
+const OUT_OF_MEMORY: [&str; 4] =
+    ["out_of_memory", "out of memory", "insufficient memory", "failed to create metal resource: buffer"];
+
 /// Whether an error says that the memory of a device ran out. Drivers say it in words alone.
 pub(crate) fn is_out_of_memory(error: &anyhow::Error) -> bool {
-    let ran_out = |text: String| text.contains("OUT_OF_MEMORY") || text.to_lowercase().contains("out of memory");
+    let ran_out = |text: String| OUT_OF_MEMORY.iter().any(|words| text.to_lowercase().contains(words));
     matches!(error.downcast_ref(), Some(Cause::OutOfMemory { .. })) || error.chain().any(|e| ran_out(e.to_string()))
 }
 

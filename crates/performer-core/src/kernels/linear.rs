@@ -74,8 +74,11 @@ impl Linear {
         let out = self.product(x, weight)?;
         let n = weight.1.dims()[0];
         let layout = Layout::contiguous((self.shape.elem_count() / n, n));
-        let cast = bias.0.to_dtype(bias.1, out.dtype())?;
-        out.binary_impl::<Add>(&cast, &layout, &Layout::contiguous(n).broadcast_as(layout.shape())?)
+        // Metal has no conversion of a type to itself.
+        let cast = if bias.0.dtype() == out.dtype() { None } else { Some(bias.0.to_dtype(bias.1, out.dtype())?) };
+        let plain = Layout::contiguous(n);
+        let (bias, numbers) = cast.as_ref().map_or(bias, |cast| (cast, &plain));
+        out.binary_impl::<Add>(bias, &layout, &numbers.broadcast_as(layout.shape())?)
     }
 
     /// Computes the gradients of `x` and of the weight; `None` for one that is not tracked.

@@ -20,7 +20,17 @@ use crate::{
 /// # Errors
 /// Only if the device fails: every shape and each of these types is taken.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
-    if is_fused(x) { apply(Gelu, [&x.contiguous()?]) } else { x.gelu() }
+    if is_fused(x) {
+        return apply(Gelu, [&x.contiguous()?]);
+    }
+    if !x.device().is_metal() {
+        return x.gelu();
+    }
+    // Candle's gradient of GELU takes powers of negative numbers, which Metal may compute by a
+    // logarithm. Those of products and of tanh do not.
+    let cube = (x.sqr()? * x)?;
+    let tanh = ((x + (cube * 0.044715)?)? * (2.0 / std::f64::consts::PI).sqrt())?.tanh()?;
+    (x * 0.5)? * (tanh + 1.0)?
 }
 
 /// SwiGLU multiplies `x` by a gate, `g σ(g) ∘ x` (Shazeer 2020,

@@ -76,6 +76,10 @@ pub(crate) fn normalise(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps:
             bail!("norm: x has shape {:?}, so its {name} must have shape [{width}], not {:?}", x.dims(), t.dims());
         }
     }
+    // Metal's means divide by the number of rows.
+    if x.elem_count() == 0 && x.device().is_metal() {
+        return Ok(x.clone());
+    }
     let weight = to_dtype(weight, compute_dtype(x.dtype()))?;
     let bias = bias.map(|bias| to_dtype(bias, compute_dtype(x.dtype()))).transpose()?;
     if is_fused(x) {

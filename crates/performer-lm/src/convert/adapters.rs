@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use anyhow::{Result, ensure};
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use performer_core::projection::{derive_seed, draw_normal};
 
 use crate::model::{Decoder, pretrained::Pretrained};
@@ -69,8 +69,9 @@ impl Adapters {
             let seed = derive_seed(seed, pairs.len() as u64);
             let normal = draw_normal(rank * columns, seed)?;
             let scale = (columns as f64).powf(-0.5);
-            let down =
-                Tensor::from_vec(normal, (rank, columns), var.device())?.affine(scale, 0.0)?.to_dtype(DType::F32)?;
+            // In f64 on the CPU, since Metal has none.
+            let down = Tensor::from_vec(normal, (rank, columns), &Device::Cpu)?.affine(scale, 0.0)?;
+            let down = down.to_dtype(DType::F32)?.to_device(var.device())?;
             pairs.push(Pair {
                 weight: name,
                 down: Var::from_tensor(&down)?,

@@ -99,7 +99,8 @@ fn mean_distances(attention: &dyn Attention, q: &Tensor, k: &Tensor, gates: Opti
     inputs.gates = gates;
     let means = attention.forward(inputs, &Mask::causal())?.narrow(3, 0, 1)?.squeeze(3)?.to_dtype(DType::F32)?;
     let distances = positions.to_dtype(DType::F32)?.broadcast_sub(&means)?;
-    let mean = distances.to_dtype(DType::F64)?.reshape((b, heads, group * t))?.mean((0, 2))?;
+    // On the CPU, since Metal has no f64.
+    let mean = distances.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.reshape((b, heads, group * t))?.mean((0, 2))?;
     Ok(mean.to_vec1()?)
 }
 

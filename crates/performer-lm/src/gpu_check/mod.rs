@@ -20,6 +20,8 @@ use std::time::Instant;
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use performer_core::projection::draw_normal;
+#[cfg(feature = "metal")]
+use performer_core::{Attention, Favor, FavorConfig, Inputs, Mask};
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{Rng, SeedableRng},
@@ -113,7 +115,11 @@ pub fn items(device: &Device, extent: Extent) -> Vec<Item> {
         items.extend(attention::items_without_warpgroups(extent));
     }
     #[cfg(feature = "metal")]
-    items.push(Item::checks("Metal's own kernel", |_| {
+    items.push(Item::checks("Metal's own kernel", |device| {
+        // Whatever ran before in this process, the kernel is compiled for this at the latest.
+        let favor = Favor::new(&FavorConfig::default(), 64, 1, DType::F32, device)?;
+        let x = Tensor::zeros((1, 1, 70, 64), DType::F32, device)?;
+        favor.forward(Inputs::new(&x, &x, &x), &Mask::causal())?;
         let failure = performer_core::kernels::metal::failure().map(anyhow::Error::msg);
         Ok(vec![Check::of("Metal's own kernel".to_string(), failure.map_or(Ok(0.0), Err), 0.0)])
     }));

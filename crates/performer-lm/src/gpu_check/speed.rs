@@ -92,7 +92,8 @@ pub(super) fn items(device: &Device, extent: Extent) -> Vec<Item> {
     };
     let mut items = Vec::new();
     // One long sequence comes first, while the device's memory is almost empty.
-    if extent == Extent::Full && !cpu {
+    // On Metal, attention with gradients is composed, for which a million tokens are too many.
+    if extent == Extent::Full && !cpu && !device.is_metal() {
         items.push(Item::new(Part::Timings, "favor, a million tokens", move |device| {
             let free = free_memory(device);
             let long = Bench { round: 0, ..bench(device, 8) };
@@ -114,13 +115,19 @@ pub(super) fn items(device: &Device, extent: Extent) -> Vec<Item> {
                 if is_variant && work == Work::Autograd {
                     continue;
                 }
+                let of_scores = matches!(timed, Timed::Softmax | Timed::SoftmaxGated | Timed::SoftmaxWindow);
                 let largest = match timed {
                     Timed::FavorComposed => heads * tokens * 2 * FEATURES,
                     Timed::SoftmaxComposed => heads * tokens * tokens,
+                    // There, all attention but FAVOR's forward pass is composed as well.
+                    _ if device.is_metal() && of_scores => heads * tokens * tokens,
+                    Timed::FavorGated if device.is_metal() => heads * tokens * 2 * FEATURES,
+                    Timed::Favor if device.is_metal() && work != Work::Forward => heads * tokens * 2 * FEATURES,
                     _ => 0,
                 };
                 // Composed operations have no other backward pass than Candle's.
-                if largest <= LARGEST && (largest == 0 || work != Work::Both) {
+                let is_composed = matches!(timed, Timed::FavorComposed | Timed::SoftmaxComposed);
+                if largest <= LARGEST && (!is_composed || work != Work::Both) {
                     let name = format!("{}, {tokens} tokens, {}", timed.name(), format!("{work:?}").to_lowercase());
                     items.push(Item::new(Part::Timings, name, move |device| {
                         Ok(vec![Line::Speed(bench(device, heads).pass(timed, tokens, work)?)])

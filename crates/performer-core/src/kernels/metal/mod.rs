@@ -10,6 +10,12 @@ mod compile;
 pub(crate) mod favor;
 mod projection;
 
+/// The number of Metal devices of this machine.
+#[cfg(feature = "metal")]
+pub fn devices() -> usize {
+    candle_metal_kernels::metal::Device::all().len()
+}
+
 #[cfg(feature = "metal")]
 pub use compile::failure;
 #[cfg(feature = "metal")]

@@ -336,7 +336,12 @@ impl Scan {
         let kept = add(&self.before, decay.map(|decay| &decay.whole))?;
         let decay = (kept - &self.after)?.exp()?.unsqueeze(3)?;
         let mut sum = match state {
-            Some(state) => state.sums.unsqueeze(1)?,
+            // Not by `unsqueeze`: of a batch of products Metal takes the stride of the last of these
+            // dimensions, which must be that of the first.
+            Some(state) => {
+                let (n, features, values) = state.sums.dims3()?;
+                state.sums.reshape((n, 1, features, values))?
+            }
             None => inside.narrow(1, 0, 1)?.zeros_like()?,
         };
         let mut before = Vec::with_capacity(count);
