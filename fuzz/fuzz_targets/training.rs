@@ -63,6 +63,7 @@ fn go_on(run: &Path) -> Result<()> {
     let stop = AtomicBool::new(true);
     let options = RunOptions {
         out: run,
+        overwrite: true,
         data: "tokens",
         device: Device::Cpu,
         threads: 1,

@@ -14,7 +14,7 @@ const SIZES: [(&str, &str); 3] =
 /// Returns the number of processes that a launcher started with this one, 1 if there was none.
 pub fn launched_size() -> usize {
     let size = |(mark, size): &(&str, &str)| env::var_os(mark).and_then(|_| env::var(size).ok()?.parse().ok());
-    SIZES.iter().find_map(size).unwrap_or(1)
+    SIZES.iter().find_map(size).unwrap_or(1).max(1)
 }
 
 /// What launchers say of the number of processes on this machine: OpenMPI, MPICH, then Slurm where
@@ -68,7 +68,7 @@ pub fn launched_rank() -> usize {
 /// the MPI of this build does not see the others, because the launcher belongs to another one.
 pub fn start(deadline: Duration) -> Result<Arc<dyn Ranks>, String> {
     match launched_size() {
-        0 | 1 => Ok(Arc::new(One)),
+        1 => Ok(Arc::new(One)),
         size => several(size, deadline),
     }
 }

@@ -101,7 +101,7 @@ pub(crate) fn explain_memory(error: anyhow::Error, device: &Device, lower: Strin
     error.context(Cause::OutOfMemory { free: free_memory(device), lower, in_training })
 }
 
-/// What drivers and Candle say where the memory of a device ran out, in small letters; the last two
+/// What drivers and Candle say where the memory of a device ran out, in lower case; the last two
 /// are of Metal.
 const OUT_OF_MEMORY: [&str; 4] =
     ["out_of_memory", "out of memory", "insufficient memory", "failed to create metal resource: buffer"];

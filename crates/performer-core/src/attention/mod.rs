@@ -13,7 +13,8 @@
 //! # An attention of your own
 //! Implement [`Attention`] with [`Attention::forward`] and [`Attention::advance`], and [`Memory`]
 //! for whatever it remembers while decoding. It goes into a
-//! [`MultiHeadAttention`](crate::MultiHeadAttention) and into [`ByHead`]; before the features of a [`Windowed`] put a feature map of yours by
+//! [`MultiHeadAttention`](crate::MultiHeadAttention) and into [`ByHead`]. A [`Windowed`] takes no
+//! attention but [`Favor`] behind its window: give that a feature map of yours by
 //! [`Favor::with_map`]. Here, each output is the mean of all values so far:
 //! ```
 //! use candle_core::{D, DType, Device, Result, Tensor};

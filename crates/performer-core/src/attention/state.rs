@@ -424,7 +424,7 @@ impl State {
     }
 
     /// Loads a state that [`Self::save`] wrote, with the same bits. Sums of FAVOR go on only on the
-    /// kind of device on which they began: a CPU and a card keep them in another form.
+    /// kind of device on which they began: a CPU and a card keep them in different forms.
     ///
     /// # Errors
     /// If the file cannot be read or holds something else.

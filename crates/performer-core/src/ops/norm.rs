@@ -76,7 +76,7 @@ pub(crate) fn normalise(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps:
             bail!("norm: x has shape {:?}, so its {name} must have shape [{width}], not {:?}", x.dims(), t.dims());
         }
     }
-    // Metal's means divide by the number of rows.
+    // Metal's means divide by the number of rows, which may be 0 here.
     if x.elem_count() == 0 && x.device().is_metal() {
         return Ok(x.clone());
     }

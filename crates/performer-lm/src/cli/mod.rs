@@ -37,8 +37,8 @@ use args::{Global, Machine};
 
 use crate::{device::explain_memory, errors::Cause, unfinished::remove_unfinished};
 
-/// Flag that Ctrl-C sets while steps are taken, which are saved then; a second one ends the program
-/// at once.
+/// Flag that Ctrl-C sets while steps are taken, which are saved then, and at any time where several
+/// processes work together; a second one ends the program at once.
 static STOP: AtomicBool = AtomicBool::new(false);
 
 /// How long processes wait for each other until a command says otherwise: one of them may have data
@@ -293,7 +293,10 @@ fn listen_for_ctrl_c(several: bool) -> Result<()> {
     let lives_on = ignores_hangup();
     ctrlc::set_handler(move || {
         if (several || output::takes_steps()) && !STOP.swap(true, Ordering::Relaxed) {
-            output::note("stopping after this step; once more to stop at once");
+            output::note(match output::takes_steps() {
+                true => "stopping after this step; once more to stop at once",
+                false => "stopping when all processes can; once more to stop at once",
+            });
             return;
         }
         remove_unfinished();

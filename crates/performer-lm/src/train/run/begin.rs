@@ -120,6 +120,8 @@ impl<'a> Trainer<'a> {
         let (model, initial) = agreed(&ranks, model())?;
         agreed(&ranks, require_segments(&model, &ranks))?;
         let lock = led(&ranks, || Lock::of(options.out))?;
+        // Another process may have trained there while the model was made.
+        led(&ranks, || if options.overwrite { Ok(()) } else { require_no_model(options.out) })?;
         let model = model.compute_in(training.dtype.dtype());
         let mut trainer = agreed(&ranks, Self::assemble(model, training.clone(), data, options, 0, lock))?;
         trainer.key.initial = initial;
