@@ -232,6 +232,18 @@ mod tests {
         Tensor::arange(from as f32, to as f32, &Device::Cpu)?.reshape((1, 1, to - from, 1))
     }
 
+    /// Of a window of one token nothing is kept, and no view of the caller's tensors either.
+    #[test]
+    fn nothing_that_is_kept_holds_no_memory() -> Result<()> {
+        let kept = append(None, &tokens(0, 5000)?)?.keep(0, 0)?;
+        for t in [&kept.keys, &kept.values] {
+            let (storage, _) = t.storage_and_layout();
+            let candle_core::Storage::Cpu(storage) = &*storage else { panic!("on the CPU") };
+            assert_eq!((t.elem_count(), storage.as_slice::<f32>()?.len()), (0, 0));
+        }
+        Ok(())
+    }
+
     fn append(past: Option<&Exact>, x: &Tensor) -> Result<Exact> {
         Exact::append(past, Inputs::new(x, x, x))
     }

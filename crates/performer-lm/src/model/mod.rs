@@ -11,6 +11,7 @@ mod given;
 mod init;
 mod losses;
 pub mod pretrained;
+mod state;
 
 use std::{
     collections::HashMap,
@@ -26,6 +27,7 @@ use crate::config::{ModelConfig, NormPosition, Positions};
 pub use block::Dropout;
 use block::{Block, Norm, Tokens, heads};
 use given::{Given, Weights};
+pub use state::DecoderState;
 
 /// The least number of rotary positions: a model may generate far beyond its training context, and
 /// a linear one costs nothing more there. Those beyond a table are computed where they are needed.
@@ -65,26 +67,6 @@ pub struct Decoder {
     head: Linear,
     device: Device,
     compute: DType,
-}
-
-/// A `DecoderState` holds the decoding states of all layers.
-#[derive(Clone, Debug)]
-pub struct DecoderState {
-    layers: Vec<State>,
-}
-
-impl DecoderState {
-    /// Returns the number of tokens seen so far.
-    pub fn tokens(&self) -> usize {
-        self.layers.first().map_or(0, State::tokens)
-    }
-
-    /// Returns the size of the state in bytes: constant in the number of tokens for FAVOR and
-    /// windows, linear for softmax, and in a hybrid linear through its layers of softmax
-    /// ([`ModelConfig::growing_layers`]).
-    pub fn bytes(&self) -> usize {
-        self.layers.iter().map(State::bytes).sum()
-    }
 }
 
 impl Decoder {
@@ -516,10 +498,13 @@ impl Decoder {
     ///
     /// # Errors
     /// If `T` is 0 or exceeds [`Self::positions_left`], the model leaks, or, on the CPU, an id lies
-    /// beyond the vocabulary.
+    /// beyond the vocabulary; the state is then what it was. After an error of the device it cannot
+    /// be used further, since some layers may have gone on.
     pub fn extend(&self, ids: &Tensor, state: &mut DecoderState) -> Result<Tensor> {
         self.config.require_causal()?;
         ensure!(ids.dims2()?.1 > 0, "a state cannot be extended by no tokens: give at least one");
+        let (held, own) = (state.layers.len(), self.blocks.len());
+        ensure!(held == own, "the state is of a model with {held} layers, and this one has {own}");
         let mut x = self.embed(ids, state.tokens())?;
         for (block, state) in self.blocks.iter().zip(&mut state.layers) {
             x = block.extend(&x, state)?;

@@ -7,7 +7,7 @@ use anyhow::Result;
 use candle_core::{D, Device, Tensor};
 use performer_lm::{
     config::{AttentionConfig, FeedForwardKind, ModelConfig, NormKind, NormPosition, Positions},
-    model::{Decoder, Dropout},
+    model::{Decoder, DecoderState, Dropout},
 };
 
 const ATTENTIONS: [&str; 29] = [
@@ -247,6 +247,42 @@ fn decoding_is_the_same_model() -> Result<()> {
             assert_eq!(state.tokens(), 40);
         }
     }
+    Ok(())
+}
+
+/// A state is kept in a file, and sequences leave and join a batch, without changing a bit.
+#[test]
+fn states_are_kept_and_divided() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("state.safetensors");
+    for attention in ATTENTIONS {
+        let model = Decoder::new(&base(attention), 3, &Device::Cpu)?;
+        let mut state = model.new_state();
+        model.extend(&tensor(&ids(2, 20, 0), 2)?, &mut state)?;
+        state.save(&file)?;
+        let mut loaded = DecoderState::load(&file, &Device::Cpu)?;
+        let rows = [state.select(&[0])?, state.select(&[1])?];
+        let mut joined = DecoderState::join(&[&rows[0], &rows[1]])?;
+        let next = tensor(&ids(2, 3, 7), 2)?;
+        let expected = model.extend(&next, &mut state)?.to_vec2::<f32>()?;
+        for other in [&mut loaded, &mut joined] {
+            assert_eq!((other.tokens(), other.bytes() > 0), (20, attention != "none"));
+            assert_eq!(model.extend(&next, other)?.to_vec2::<f32>()?, expected, "{attention}");
+        }
+    }
+    let model = Decoder::new(&base("softmax"), 3, &Device::Cpu)?;
+    let deeper = Decoder::new(&ModelConfig { layers: 3, ..base("softmax") }, 3, &Device::Cpu)?;
+    let mut state = model.new_state();
+    model.extend(&tensor(&[1, 2], 1)?, &mut state)?;
+    let refused = |result: Result<Tensor>| result.expect_err("another model").to_string();
+    let error = refused(deeper.extend(&tensor(&[3], 1)?, &mut state.clone()));
+    assert!(error.contains("2 layers, and this one has 3"), "{error}");
+    assert!(DecoderState::join(&[&state, &deeper.new_state()]).is_err() && DecoderState::join(&[]).is_err());
+    std::fs::write(&file, "nothing")?;
+    assert!(DecoderState::load(&file, &Device::Cpu).unwrap_err().to_string().contains("state.safetensors"));
+    performer_core::State::new().save(&file)?;
+    let error = format!("{:#}", DecoderState::load(&file, &Device::Cpu).unwrap_err());
+    assert!(error.contains("no state of a whole model") && error.contains("layers is missing"), "{error}");
     Ok(())
 }
 
