@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Draws what each attention recalls over the bytes of its state: 16 pairs in 256 tokens, and 128
-symbols to be copied, with the memory in both layers of a model or in its first layer alone.
+"""Draws what each attention recalls over the bytes of its state: 8 pairs in 128 tokens and 16 in
+256, and 128 and 256 symbols to be copied, with the memory in both layers of a model or in its first
+layer alone.
 
     python3 -m pip install matplotlib
     scripts/recall_charts.py
@@ -27,6 +28,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks/recall"
 # The panels: a title, the parts that every attention of the panel has, and the files of its runs.
 PANELS = [
+    ("8 pairs in 128 tokens: answered", "gate,conv,output-gate,output-norm", ["pairs-8.json"]),
     (
         "16 pairs in 256 tokens: answered",
         "gate,conv,output-gate,output-norm",
@@ -47,6 +49,11 @@ PANELS = [
             "copying-first.json",
             "copying-first-small.json",
         ],
+    ),
+    (
+        "256 symbols: copied",
+        "conv,output-gate,output-norm",
+        ["copying-256.json", "copying-256-first.json", "copying-256-first-features.json"],
     ),
 ]
 # The curves: how an attention is written without its parts, in both layers or in the first, what
@@ -91,7 +98,8 @@ def points(parts, files):
 
 def main():
     plt.rcParams["svg.hashsalt"] = "recall"
-    plot, panels = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    plot, panels = plt.subplots(2, 2, figsize=(11, 8.6), layout="constrained")
+    panels = panels.flatten()
     for axes, (title, parts, files) in zip(panels, PANELS):
         found = points(parts, files)
         axes.set_title(title, loc="left", fontsize=11)
@@ -116,7 +124,7 @@ def main():
                         label=f"{name}, {where}",
                     )
         figure_style(axes)
-    # One legend for both panels, with each curve once.
+    # One legend for all panels, with each curve once.
     names = {}
     for axes in panels:
         for handle, name in zip(*axes.get_legend_handles_labels()):
