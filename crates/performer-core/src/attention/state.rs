@@ -474,8 +474,8 @@ impl State {
             }
             if other.tokens != first.tokens {
                 bail!(
-                    "state: it has seen {} tokens and cannot be joined with one that has seen {}; texts of \
-                     different lengths are decoded with a state each",
+                    "state: it has seen {} tokens and cannot be joined with one that has seen {}; \
+                     texts of different lengths are decoded with a state each",
                     first.tokens,
                     other.tokens
                 );
@@ -511,8 +511,8 @@ fn is_batch(field: &str) -> bool {
 /// The error where memory is of `kind` and an attention needs an `M`.
 fn other_kind<M: Memory>(kind: &str) -> candle_core::Error {
     candle_core::Error::Msg(format!(
-        "state: it holds {kind}, made by another attention, on another kind of device or on another path, \
-         and this one needs {}",
+        "state: it holds {kind}, made by another attention, on another kind of device or on \
+         another path, and this one needs {}",
         M::kind()
     ))
 }

@@ -45,8 +45,7 @@ impl DecoderState {
     }
 
     /// Loads a state that [`Self::save`] wrote, with the same bits. It belongs to its model: another
-    /// one refuses to go on from it. Sums of FAVOR go on only on the kind of device on which they
-    /// began.
+    /// refuses to go on from it. Sums of FAVOR go on only on the kind of device on which they began.
     ///
     /// # Errors
     /// If the file cannot be read or holds something else.

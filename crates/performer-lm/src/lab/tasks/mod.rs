@@ -255,9 +255,9 @@ impl Plan<'_> {
         let key = |(setting, attention, seed): &(&Setting, &AttentionPattern, u64)| setting.key(attention, *seed);
         let keys = missing.iter().map(key).collect::<Result<Vec<_>>>()?;
         let differs = |_: &str, _: &str| {
-            "it would make other runs than rank 0: it has other settings, finds other finished ones (all processes need one \
-             folder for results, on a file system that all of them see), reads another text, computes on \
-             another kind of device, or is another build"
+            "it would make other runs than rank 0: it has other settings, finds other finished runs (all \
+             processes need one folder for results, on a file system that all of them see), reads another \
+             text, computes on another kind of device, or is another build"
                 .into()
         };
         if let Some(other) = agree_on(world, &serde_json::to_string(&keys)?, differs)? {

@@ -39,10 +39,7 @@ fn require_finite(weights: &HashMap<String, Tensor>) -> Result<()> {
     for (name, tensor) in named {
         // 0 times a number that is not finite is NaN, and so is a sum with it.
         let sum = (tensor.to_dtype(DType::F32)? * 0.0)?.sum_all()?.to_scalar::<f32>()?;
-        ensure!(
-            sum == 0.0,
-            "the weights to begin with hold values that are not finite, in {name}: the file is damaged"
-        );
+        ensure!(sum == 0.0, "the weights to begin with are not finite in {name}: the file is damaged");
     }
     Ok(())
 }

@@ -336,8 +336,8 @@ impl Scan {
         let kept = add(&self.before, decay.map(|decay| &decay.whole))?;
         let decay = (kept - &self.after)?.exp()?.unsqueeze(3)?;
         let mut sum = match state {
-            // Not by `unsqueeze`, which gives the new dimension the stride of a row. Candle's product
-            // on Metal goes from one key head to the next by the stride of that dimension.
+            // Not by `unsqueeze`, which gives the new dimension the stride of a row. Candle's
+            // product on Metal goes from one key head to the next by the stride of that dimension.
             Some(state) => {
                 let (n, features, values) = state.sums.dims3()?;
                 state.sums.reshape((n, 1, features, values))?
