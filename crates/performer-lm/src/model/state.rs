@@ -44,8 +44,9 @@ impl DecoderState {
         Ok(record.save(path.as_ref())?)
     }
 
-    /// Loads a state that [`Self::save`] wrote, with the same bits. It belongs to its model: another
-    /// refuses to go on from it. Sums of FAVOR go on only on the kind of device on which they began.
+    /// Loads a state that [`Self::save`] wrote, with the same bits. It belongs to its model, and
+    /// another refuses to go on from it. Sums of FAVOR go on only on the kind of device on which
+    /// they began.
     ///
     /// # Errors
     /// If the file cannot be read or holds something else.
