@@ -165,7 +165,7 @@ pub(super) struct GenerateArgs {
 #[command(after_help = "\
 Examples:
   performer-lm bench train
-  performer-lm bench train --rounds 5 --steps 10 --attention softmax --attention softmax:window=66 --attention favor
+  performer-lm bench train --rounds 5 --steps 10 --attention softmax --attention favor
   performer-lm bench train --preset stories15m --steps 3 --batch-size 4 --attention softmax --attention favor:m=64
   performer-lm bench train --steps 10 --data sample --from models/stories/softmax --from models/stories/performer")]
 pub(super) struct TrainArgs {

@@ -1,7 +1,7 @@
 //! How a run begins, from new or given weights, and how it resumes from its checkpoint: what is
 //! refused before the first step, and what the parts of a [`Trainer`] start as.
 
-use std::{collections::HashMap, path::Path};
+use std::collections::HashMap;
 
 use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Tensor};
@@ -23,9 +23,10 @@ use crate::{
     },
 };
 
-/// Refuses a folder that holds a model, whose training a new one would replace.
-fn require_no_model(out: &Path) -> Result<()> {
-    let is_taken = out.join(MODEL).exists() || TrainingState::is_in(out)?;
+/// Refuses a folder that holds a model, unless the options allow to replace it.
+fn require_free(options: &RunOptions) -> Result<()> {
+    let out = options.out;
+    let is_taken = !options.overwrite && (out.join(MODEL).exists() || TrainingState::is_in(out)?);
     let text = || format!("{} holds a model already, which a new training would replace", out.display());
     ensure!(!is_taken, Cause::WouldReplace(text()));
     Ok(())
@@ -113,12 +114,12 @@ impl<'a> Trainer<'a> {
             require_finite(weights)?;
             Ok((model, Some(model_digest(config, weights)?)))
         };
-        led(&ranks, || if options.overwrite { Ok(()) } else { require_no_model(options.out) })?;
+        led(&ranks, || require_free(&options))?;
         let (model, initial) = agreed(&ranks, model())?;
         agreed(&ranks, require_segments(&model, &ranks))?;
         let lock = led(&ranks, || Lock::of(options.out))?;
         // Another process may have trained there while the model was made.
-        led(&ranks, || if options.overwrite { Ok(()) } else { require_no_model(options.out) })?;
+        led(&ranks, || require_free(&options))?;
         let model = model.compute_in(training.dtype.dtype());
         let mut trainer = agreed(&ranks, Self::assemble(model, training.clone(), data, options, 0, lock))?;
         trainer.key.initial = initial;
