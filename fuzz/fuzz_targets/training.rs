@@ -16,8 +16,7 @@ use libfuzzer_sys::fuzz_target;
 use performer_fuzz::{choice, copy, fixture, safetensors};
 use performer_lm::{
     data::{Prepared, TokenFile, Tokenizer},
-    listener::Silent,
-    train::{Grid, RunOptions, Trainer, TrainingState, saved_data},
+    train::{RunOptions, Trainer, TrainingState, saved_data},
 };
 use serde_json::Value;
 
@@ -61,17 +60,7 @@ fn go_on(run: &Path) -> Result<()> {
     TrainingState::load(run, &Device::Cpu)?;
     saved_data(run)?;
     let stop = AtomicBool::new(true);
-    let options = RunOptions {
-        out: run,
-        overwrite: true,
-        data: "tokens",
-        device: Device::Cpu,
-        threads: 1,
-        stop: &stop,
-        samples: false,
-        ranks: Grid::one(),
-        listener: &Silent,
-    };
+    let options = RunOptions { threads: 1, stop: &stop, ..RunOptions::new(run) };
     Trainer::resume(&DATA, options)?;
     Ok(())
 }

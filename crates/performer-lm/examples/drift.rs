@@ -3,15 +3,14 @@
 //!
 //! `cargo run -p performer-lm --no-default-features --example drift -- OUT STEPS ATTENTION MICRO_BATCH`
 
-use std::{path::Path, sync::atomic::AtomicBool};
+use std::path::Path;
 
 use anyhow::{Context, Result};
-use candle_core::Device;
 use performer_lm::{
     config::{ModelConfig, Preset, TrainingConfig},
     data::{Corpus, DataSpec, Documents, Prepared, TokenFile, Tokenizer},
     listener::Silent,
-    train::{Grid, RunOptions, Trainer},
+    train::{RunOptions, Trainer},
 };
 
 /// The tokens of the first documents.
@@ -56,18 +55,7 @@ fn main() -> Result<()> {
         seed: 1,
         ..training
     };
-    let stop = AtomicBool::new(false);
-    let options = RunOptions {
-        out: Path::new(out),
-        overwrite: true,
-        data: "sample",
-        device: Device::Cpu,
-        threads: 1,
-        stop: &stop,
-        samples: false,
-        ranks: Grid::one(),
-        listener: &Silent,
-    };
+    let options = RunOptions { overwrite: true, threads: 1, ..RunOptions::new(Path::new(out)) };
     let report = Trainer::new(&model, &training, &data, options)?.run()?.context("nobody stops the run")?;
     println!("{}", report.val_loss);
     Ok(())

@@ -35,7 +35,7 @@
 
 mod weights_file;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor};
 use safetensors::SafeTensors;
 use serde::de::{DeserializeOwned, IgnoredAny};
@@ -508,12 +508,7 @@ fn remove(path: &Path, stage: Stage<'_>) -> Result<()> {
         return Ok(());
     }
     stage(&format!("remove {}", path.display()))?;
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != ErrorKind::NotFound => {
-            bail!("cannot remove {}: {e}", path.display())
-        }
-        _ => Ok(()),
-    }
+    crate::files::remove(path)
 }
 
 /// Makes renames and new names in a folder durable. Only Unix lets a folder be synced, and not on

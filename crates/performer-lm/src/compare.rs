@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     config::{AttentionPattern, ModelConfig, TrainingConfig},
-    data::Prepared,
+    data::{DataSpec, Prepared},
     errors::{Cause, STOPPED, require_once},
     files,
     listener::Listener,
@@ -50,8 +50,8 @@ pub struct Comparison<'a> {
     pub learning_rates: Vec<f64>,
     /// Folder for the results and for one checkpoint folder per run.
     pub out: &'a Path,
-    /// The data as the command line spells it.
-    pub data: String,
+    /// Where the data come from, for [`RunOptions::data`].
+    pub data: Option<DataSpec>,
     /// Device on which the models are trained.
     pub device: Device,
     /// Number of worker threads on the CPU.
@@ -372,15 +372,13 @@ impl Comparison<'_> {
 
     fn options<'b>(&'b self, out: &'b Path) -> RunOptions<'b> {
         RunOptions {
-            out,
             overwrite: true,
-            data: &self.data,
+            data: self.data.as_ref(),
             device: self.device.clone(),
             threads: self.threads,
             stop: self.stop,
-            samples: false,
             listener: self.listener,
-            ranks: Grid::one(),
+            ..RunOptions::new(out)
         }
     }
 

@@ -128,10 +128,15 @@ pub fn describe(device: &Device) -> String {
     if let Ok(device) = device.as_cuda_device() {
         return performer_core::kernels::cuda::device_name(device);
     }
+    kind(device).to_string()
+}
+
+/// Returns the name of a device's kind, as `--device` takes it.
+pub(crate) fn kind(device: &Device) -> &'static str {
     match device {
-        Device::Cpu => "cpu".to_string(),
-        Device::Cuda(_) => "cuda".to_string(),
-        Device::Metal(_) => "metal".to_string(),
+        Device::Cpu => "cpu",
+        Device::Cuda(_) => "cuda",
+        Device::Metal(_) => "metal",
     }
 }
 

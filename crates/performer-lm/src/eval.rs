@@ -2,7 +2,6 @@
 //! perplexity, bits per byte, and loss against position in the context.
 
 use anyhow::{Result, bail, ensure};
-use candle_core::Tensor;
 use performer_dist::{One, Ranks, gather, share};
 use serde::{Deserialize, Serialize};
 
@@ -97,7 +96,7 @@ pub(crate) fn evaluate_over(
         |i| {
             let batch = windows.batch(own.start + i)?;
             check_vocabulary(&batch, model)?;
-            let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), model.device())?;
+            let ids = batch.ids(model.device())?;
             Ok(model.losses(&ids, &batch.targets, None)?.to_vec1::<f32>()?)
         },
         |part| {
@@ -171,7 +170,7 @@ pub(crate) fn check_vocabulary(batch: &Batch, model: &Decoder) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{DType, Device};
+    use candle_core::{DType, Device, Tensor};
 
     use super::*;
     use crate::config::{ModelConfig, Positions, Preset};

@@ -186,7 +186,6 @@ pub(crate) fn as_json(value: &impl Serialize) -> Result<Vec<u8>> {
 ///
 /// # Errors
 /// If it cannot be removed.
-#[cfg(feature = "lab")]
 pub(crate) fn remove(path: &Path) -> Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {

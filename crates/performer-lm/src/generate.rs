@@ -122,13 +122,15 @@ pub struct Generation {
 }
 
 /// Returns what a model writes after the words with which stories begin, those words included, or
-/// `None` if it leaks or has too few learned positions for them.
+/// `None` if it leaks or has too few learned positions for them, or if its tokenizer has no tokens for
+/// them.
 ///
 /// # Errors
 /// As [`generate`].
 pub fn begin_story(model: &Decoder, tokenizer: &Tokenizer, max_tokens: usize) -> Result<Option<String>> {
     let mut text = String::from("Once upon a time");
-    if model.config().leak || model.positions_left(&model.new_state()) <= tokenizer.encode(&text)?.len() {
+    let Ok(ids) = tokenizer.encode(&text) else { return Ok(None) };
+    if model.config().leak || model.positions_left(&model.new_state()) <= ids.len() {
         return Ok(None);
     }
     let prompt = text.clone();

@@ -3,7 +3,7 @@
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
-use crate::device::describe;
+use crate::{device::describe, parallel::cores};
 
 /// `Machine` is what a reader needs to know to judge a timing.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -34,7 +34,7 @@ impl Machine {
         }
         Self {
             cpu: if cpu.is_empty() { std::env::consts::ARCH.to_string() } else { cpu },
-            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            cores: cores(),
             memory_gib: (memory as f64 / (1u64 << 30) as f64 * 10.0).round() / 10.0,
             os: std::env::consts::OS.to_string(),
             gpu: (!device.is_cpu()).then(|| describe(device)),

@@ -17,6 +17,11 @@ use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use rayon::ThreadPoolBuilder;
 
+/// The number of threads that can run at the same time here, as far as the system tells.
+pub(crate) fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// The threads that may work side by side on a device: as many as are there on a CPU. A card does
 /// in order only what one thread asks of it, since Candle's queue there is another one in each.
 pub(crate) fn threads_on(device: &Device, threads: usize) -> usize {
@@ -26,7 +31,7 @@ pub(crate) fn threads_on(device: &Device, threads: usize) -> usize {
 /// Calls `job` with each number below `count` on up to `threads` threads, on one where `device`, on
 /// which it computes, is a card, and passes the results to `fold` in the order of these numbers.
 /// Stops at the first error that comes in.
-pub fn in_order<T: Send>(
+pub(crate) fn in_order<T: Send>(
     device: &Device,
     count: usize,
     threads: usize,

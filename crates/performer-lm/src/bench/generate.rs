@@ -91,7 +91,7 @@ impl Report {
             needed <= positions,
             "{name} has positions for {positions} tokens, not for {needed}: shorten the contexts"
         );
-        let bytes = model.tensors()?.values().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum();
+        let bytes = model.tensors().values().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum();
         self.weights.push((name.to_string(), bytes));
         let vocabulary = model.config().vocab_size as u64;
         let mut random = ChaCha8Rng::seed_from_u64(1);

@@ -15,7 +15,7 @@ use crate::{
     listener::Listener,
     machine::Machine,
     model::pretrained::Pretrained,
-    train::{Grid, RunOptions, Trainer},
+    train::{RunOptions, Trainer},
     unfinished::Scratch,
 };
 
@@ -197,15 +197,11 @@ fn measure(plan: &Plan, training: &TrainingConfig, candidate: &Candidate, data: 
         let training = TrainingConfig { max_steps: Some(steps), ..training.clone() };
         let folder = Scratch::new("the run")?;
         let options = RunOptions {
-            out: folder.path(),
-            overwrite: true,
-            data: "bench",
             device: plan.device.clone(),
             threads: plan.threads,
             stop: plan.stop,
-            samples: false,
             listener: plan.listener,
-            ranks: Grid::one(),
+            ..RunOptions::new(folder.path())
         };
         let trainer = match trained {
             Some((_, weights)) => Trainer::from_weights(weights, &training, data, options)?,

@@ -1,3 +1,5 @@
+use anyhow::bail;
+
 use super::*;
 use serde_json::json;
 

@@ -61,7 +61,7 @@ pub(crate) fn write_safetensors(
     tensors: &HashMap<String, Tensor>,
     metadata: &BTreeMap<String, String>,
 ) -> io::Result<()> {
-    let tensors = in_order(tensors);
+    let tensors = widest_first(tensors);
     write_header(out, &header(&tensors, metadata)?)?;
     write_data(out, &tensors)
 }
@@ -72,7 +72,7 @@ pub(crate) fn write_with_digest(
     tensors: &HashMap<String, Tensor>,
     metadata: &BTreeMap<String, String>,
 ) -> io::Result<()> {
-    let tensors = in_order(tensors);
+    let tensors = widest_first(tensors);
     let mut metadata = metadata.clone();
     metadata.insert(DIGEST_KEY.to_owned(), NO_DIGEST.to_owned());
     let header = header(&tensors, &metadata)?;
@@ -116,7 +116,7 @@ pub(crate) fn check_digest(bytes: &[u8]) -> Result<()> {
 
 /// Returns tensors in the order in which they are written: wide types first, which keeps every one
 /// aligned.
-fn in_order(tensors: &HashMap<String, Tensor>) -> Vec<(&str, &Tensor)> {
+fn widest_first(tensors: &HashMap<String, Tensor>) -> Vec<(&str, &Tensor)> {
     let mut sorted: Vec<(&str, &Tensor)> = tensors.iter().map(|(k, t)| (&**k, t)).collect();
     sorted.sort_by_key(|(name, t)| (std::cmp::Reverse(t.dtype().size_in_bytes()), *name));
     sorted

@@ -16,7 +16,7 @@ use crate::{
     data::{DataSpec, Prepared, TokenFile, Tokenizer, prepare, prepare_held_out, prepare_text, prepare_with_test},
     device::DeviceKind,
     errors::Cause,
-    parallel::threads_on,
+    parallel::{cores, threads_on},
     train::Schedule,
 };
 
@@ -49,7 +49,7 @@ impl Global {
     /// says how many forward passes the command runs side by side at most; threads that are left
     /// over work inside of each.
     pub(super) fn configure(self, passes: usize) -> Result<Machine> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = cores();
         let threads = match self.threads {
             Some(0) => bail!("--threads is 0; it must be at least 1"),
             Some(threads) if threads > MAX_THREADS.max(cores) => {

@@ -101,7 +101,7 @@ pub(super) fn run(mut args: Args, machine: &Machine, stop: &AtomicBool) -> Resul
         seeds: args.seeds,
         learning_rates: args.learning_rates,
         out: &args.out,
-        data: args.data.spec().resolved().to_string(),
+        data: Some(args.data.spec().resolved()),
         device: machine.device.clone(),
         threads: machine.threads,
         stop,
@@ -178,6 +178,13 @@ fn table(outcome: &Outcome) -> String {
     )
 }
 
+/// Writes a gap in perplexity in per cent; by its power of ten where it is so large that more digits
+/// say nothing.
+fn show_gap(gap: f64) -> String {
+    let percent = 100.0 * gap;
+    if percent < 1e6 { format!("{percent:+.1}%") } else { format!("{percent:+.1e}%") }
+}
+
 fn row(s: &Summary, chosen: bool) -> Vec<String> {
     let (loss, deviation, perplexity, bits_per_byte, off) = match &s.test {
         Some(test) => (test.loss, test.loss_std, test.perplexity, test.bits_per_byte, test.features_off),
@@ -190,7 +197,7 @@ fn row(s: &Summary, chosen: bool) -> Vec<String> {
         s.attention_spec.clone(),
         if s.seeds.len() > 1 { format!("{loss:.4} ± {deviation:.4}") } else { format!("{loss:.4}") },
         show_perplexity(perplexity, 2),
-        s.perplexity_gap.map_or_else(|| "–".into(), |gap| format!("{:+.1}%", 100.0 * gap)),
+        s.perplexity_gap.map_or_else(|| "–".into(), show_gap),
         format!("{bits_per_byte:.4}"),
         off.map_or_else(|| "–".into(), |loss| format!("{loss:.4}")),
         output::thousands(s.params as u64),

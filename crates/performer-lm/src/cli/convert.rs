@@ -14,10 +14,7 @@ use super::{
 };
 use crate::{
     config::{AttentionConfig, AttentionPattern, Positions},
-    convert::{
-        Costs, HeadReport, Measured, Plan, Report, Second, Stage, Tuning, costs, inspect, is_calibrated,
-        is_transferred, run as convert,
-    },
+    convert::{Costs, HeadReport, Measured, Plan, Report, Second, Stage, Tuning, costs, inspect, run as convert},
     data::{DataSpec, prepare_for},
     errors::Cause,
     eval::show_perplexity,
@@ -94,7 +91,7 @@ pub(super) struct Args {
     #[arg(long, value_name = "RANK")]
     adapters: Option<usize>,
     /// Times that the student is measured on the way of each stage of training, for the curve.
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = Plan::POINTS)]
     points: usize,
     /// Fine-tune the teacher in the same way, too: it shows how much of the student's gain is due
     /// to fine-tuning alone.
@@ -105,11 +102,11 @@ pub(super) struct Args {
     #[arg(long)]
     distillation: Option<f64>,
     /// Sequences of a step.
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = Plan::BATCH_SIZE)]
     batch_size: usize,
     /// Held-out tokens that every stage is measured on; with --layer-costs, tokens of the training
     /// text.
-    #[arg(long, default_value_t = 65_536)]
+    #[arg(long, default_value_t = Plan::MEASURE_TOKENS)]
     measure_tokens: usize,
     /// A second text that every stage is measured on, of another kind than that of --data: a text
     /// file, or the held-out part of sample, tinystories or a folder.
@@ -121,7 +118,7 @@ pub(super) struct Args {
     #[arg(long, value_name = "TOKENS", value_delimiter = ',')]
     recall: Option<Vec<usize>>,
     /// Seed of features and data order.
-    #[arg(long, default_value_t = 42)]
+    #[arg(long, default_value_t = Plan::SEED)]
     seed: u64,
     /// Convert nothing: report how sharp each head is, and how well features would do in it.
     #[arg(long, conflicts_with_all = ["layer", "out", "overwrite", "transfer_steps", "transfer_rate", "drop_window", "tune_steps",
@@ -143,9 +140,6 @@ const RECALL: [usize; 2] = [256, 1024];
 
 /// Name of the chart in the folder of a conversion.
 const CHART: &str = "convert";
-
-/// Default number of tokens to which features are fitted.
-const CALIBRATE: usize = 32_768;
 
 fn layers(text: &str) -> Result<(Vec<usize>, AttentionConfig), String> {
     let (layers, attention) = text.split_once('=').ok_or("give LAYERS=ATTENTION, such as 0,29=softmax")?;
@@ -232,9 +226,10 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         }
         config.attention_by_layer.extend(layers.iter().map(|&layer| (layer, attention.clone())));
     }
-    let any = |is: fn(&AttentionConfig) -> bool| (0..config.layers).any(|layer| is(config.attention_of(layer)));
-    let calibrate = args.calibrate_tokens.unwrap_or(if any(is_calibrated) { CALIBRATE } else { 0 });
-    let transfer = args.transfer_steps.unwrap_or(if any(is_transferred) { 300 } else { 0 });
+    // What a layer is given here may be what a stage changes, so this comes after it.
+    let defaults = Plan::new(&teacher, config, out);
+    let calibrate = args.calibrate_tokens.unwrap_or(defaults.calibrate_tokens);
+    let transfer = args.transfer_steps.unwrap_or(defaults.transfer_steps);
     ensure!(
         !args.balance || calibrate > 0,
         "--balance belongs to the fitting of features, which reads no tokens here: leave it out, or give --calibrate-tokens"
@@ -252,7 +247,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     output::note(&format!("converting on {}", data.description));
     if args.inspect {
         let model = teacher.decoder(&machine.device)?;
-        let calibrate = args.calibrate_tokens.unwrap_or(CALIBRATE);
+        let calibrate = args.calibrate_tokens.unwrap_or(Plan::CALIBRATE_TOKENS);
         let heads = inspect(&model, &data, args.inspected()?, args.balance, calibrate, args.seed)?;
         return if args.json {
             output::json(&heads)
@@ -275,14 +270,19 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
             let text = if args.layer_costs { &data.train } else { &data.valid };
             let examiner = Examiner { tokenizer, text, threads: machine.threads, listener };
             // Learned positions end with the context; rotary ones do not.
+            let config = &defaults.config;
             let positions = if config.positions == Positions::Learned { config.context } else { usize::MAX };
             RECALL.into_iter().filter(|&tokens| tokens <= positions && examiner.check(tokens).is_ok()).collect()
         }
     };
+    let tuning = Tuning::new(args.tune_steps);
+    let tuning = Tuning {
+        rate: args.tune_rate.unwrap_or(tuning.rate),
+        distillation: args.distillation.unwrap_or(tuning.distillation),
+        adapters: args.adapters,
+        ..tuning
+    };
     let plan = Plan {
-        config,
-        teacher: &teacher,
-        out,
         overwrite: args.overwrite,
         device: machine.device.clone(),
         threads: machine.threads,
@@ -290,15 +290,10 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         calibrate_tokens: calibrate,
         balance: args.balance,
         transfer_steps: transfer,
-        transfer_rate: args.transfer_rate.unwrap_or(1e-2),
+        transfer_rate: args.transfer_rate.unwrap_or(defaults.transfer_rate),
         drop_window: args.drop_window,
         batch_size: args.batch_size,
-        tuning: (args.tune_steps > 0).then_some(Tuning {
-            steps: args.tune_steps,
-            rate: args.tune_rate.unwrap_or(3e-4),
-            distillation: args.distillation.unwrap_or(0.5),
-            adapters: args.adapters,
-        }),
+        tuning: (tuning.steps > 0).then_some(tuning),
         control: args.control,
         measure_tokens: args.measure_tokens,
         second,
@@ -307,6 +302,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         seed: args.seed,
         data: Some(&spec),
         listener: &output::TERMINAL,
+        ..defaults
     };
     if args.layer_costs {
         let costs = costs(&plan, &data)?.ok_or_else(|| Cause::Stopped("stopped; nothing was kept".into()))?;

@@ -204,7 +204,7 @@ pub(super) fn run(args: Args, machine: &Machine) -> Result<()> {
         attention: model.config().pattern().kind().to_string(),
         attention_spec: model.config().attention_text(),
         leak,
-        params: model.parameter_count()?,
+        params: model.parameter_count(),
         corpus,
         evaluation,
         recall: recall(&model)?,

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     checkpoint::{MODEL, REPORTS, TrainingState, require_free},
     config::{AttentionPattern, ModelConfig, TrainingConfig},
-    data::{Prepared, prepare, prepare_for},
+    data::{DataSpec, Prepared, prepare, prepare_for},
     errors::Cause,
     eval::{guessing, is_worse_than_guessing},
     files::require_no_file,
@@ -128,10 +128,14 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
     let deadline = agreed(ranks, deadline)?;
     if let Some(dir) = &args.resume {
         let saved = agreed(ranks, saved_data(dir))?;
-        let (spec, spelt) = match &args.data.data {
-            Some(spec) => (spec.clone(), spec.to_string()),
-            None => (saved.spec, saved.spelt),
+        let (named, spec) = match &args.data.data {
+            Some(spec) => (Some(spec.clone()), Some(spec.clone())),
+            None => (saved.named, saved.spec),
         };
+        let spec = spec.with_context(|| {
+            format!("{} was trained on data that a program made in memory: name them by --data", dir.display())
+        });
+        let spec = agreed(ranks, spec)?;
         let data = in_turn(ranks, || match &args.data.tokenizer {
             Some(path) => prepare(&spec, 0, Some(path), &output::TERMINAL),
             None => prepare_for(&spec, &saved.tokenizer, &output::TERMINAL),
@@ -139,7 +143,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         ranks.set_deadline(deadline);
         // It has its report until it goes on.
         let finished = is_finished(dir);
-        let trainer = Trainer::resume(&data, options(dir, &spelt, machine, ranks, stop))?;
+        let trainer = Trainer::resume(&data, options(dir, named.as_ref(), machine, ranks, stop))?;
         let (step, all) = (trainer.step(), trainer.total_steps());
         let [step, all] = [step, all].map(|steps| output::thousands(steps as u64));
         output::note(&if finished {
@@ -173,8 +177,8 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
         None => args.recipe.for_data(&data, model, training, &[]),
     };
     // A run goes on with the data that it began with, whatever `auto` finds by then.
-    let spec = args.data.spec().resolved().to_string();
-    let options = options(&out, &spec, machine, ranks, stop);
+    let spec = args.data.spec().resolved();
+    let options = options(&out, Some(&spec), machine, ranks, stop);
     let trainer = match &mut weights {
         Some(weights) => {
             weights.config = model;
@@ -275,7 +279,13 @@ pub(super) fn few_steps(steps: usize, training: &TrainingConfig) -> Option<Strin
         .then(|| format!("only {steps} steps, in which a model learns little: more by --epochs{smaller}"))
 }
 
-fn options<'a>(out: &'a Path, data: &'a str, machine: &Machine, ranks: &Grid, stop: &'a AtomicBool) -> RunOptions<'a> {
+fn options<'a>(
+    out: &'a Path,
+    data: Option<&'a DataSpec>,
+    machine: &Machine,
+    ranks: &Grid,
+    stop: &'a AtomicBool,
+) -> RunOptions<'a> {
     RunOptions {
         out,
         // The command refuses a folder with a model by itself, unless --overwrite is given.
@@ -295,7 +305,7 @@ fn finish(args: &Args, trainer: Trainer, data: &Prepared, out: &Path) -> Result<
     output::note(&format!(
         "{} attention, {} parameters, {} layers, dim {}, {} heads, context {}, vocabulary {}; {} steps of {} sequences",
         config.attention_text(),
-        output::thousands(trainer.model().parameter_count()? as u64),
+        output::thousands(trainer.model().parameter_count() as u64),
         config.layers,
         config.hidden_size,
         config.heads,

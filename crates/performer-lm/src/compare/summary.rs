@@ -113,16 +113,16 @@ fn summarise_one(runs: &[&Report], first: &[&Report], learning_rate: Option<f64>
         features_off: controls.first().map(|control| Control {
             attention_spec: control.attention_spec.clone(),
             val_loss: of_controls(|c| c.val_loss),
-            perplexity: of_controls(|c| c.perplexity),
+            perplexity: finite(of_controls(|c| c.perplexity)),
             bits_per_byte: of_controls(|c| c.bits_per_byte),
         }),
         seeds: runs.iter().map(|run| run.seed).collect(),
         val_loss: mean(&losses),
         val_loss_std: deviation(&losses),
-        perplexity: mean(&of(|run| run.perplexity)),
+        perplexity: finite(mean(&of(|run| run.perplexity))),
         bits_per_byte: mean(&of(|run| run.bits_per_byte)),
         test: (tests.len() == runs.len()).then(|| summarise_tests(&tests)),
-        perplexity_gap: (!pairs.is_empty()).then_some(ratio - 1.0),
+        perplexity_gap: (!pairs.is_empty()).then_some(ratio - 1.0).filter(|gap| gap.is_finite()),
         epoch_seconds: epoch_tokens as f64 / tokens_per_second,
         tokens_per_second,
     }
@@ -135,10 +135,16 @@ fn summarise_tests(tests: &[&TestLoss]) -> TestSummary {
     TestSummary {
         loss: mean(&losses),
         loss_std: deviation(&losses),
-        perplexity: mean(&of(|test| test.perplexity)),
+        perplexity: finite(mean(&of(|test| test.perplexity))),
         bits_per_byte: mean(&of(|test| test.bits_per_byte)),
         features_off: (!off.is_empty()).then(|| mean(&off)),
     }
+}
+
+/// Returns a mean of perplexities as a number that JSON has: the sum of several that are the largest
+/// number there is would be infinite.
+fn finite(mean: f64) -> f64 {
+    mean.min(f64::MAX)
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -185,6 +191,18 @@ pub(super) mod tests {
             revision: String::new(),
             key: None,
             earlier_legs: Vec::new(),
+        }
+    }
+
+    /// JSON has no infinity: a summary that holds one could not be read again.
+    #[test]
+    fn the_largest_perplexities_have_a_finite_mean() {
+        let worst = |spec, seed| Report { perplexity: f64::MAX, ..report(spec, seed, 700.0) };
+        let runs = [worst("softmax", 1), worst("favor:m=8", 1), worst("softmax", 2), worst("favor:m=8", 2)];
+        for summary in summarise(&runs, &[1e-3; 4], 1500) {
+            assert_eq!((summary.perplexity, summary.perplexity_gap), (f64::MAX, None));
+            let text = serde_json::to_string(&summary).unwrap();
+            assert_eq!(serde_json::from_str::<Summary>(&text).unwrap(), summary);
         }
     }
 

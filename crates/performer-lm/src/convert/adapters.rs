@@ -54,9 +54,9 @@ impl Adapters {
     /// Makes factors of rank `rank` for the matrices of all blocks. Parameters of the model that
     /// the teacher does not have remain parameters.
     pub(super) fn new(model: &Decoder, teacher: &Pretrained, rank: usize, seed: u64) -> Result<Self> {
-        let mut tensors = model.tensors()?;
+        let mut tensors = model.tensors();
         let (mut pairs, mut own) = (Vec::new(), Vec::new());
-        for (name, var) in model.named_parameters()? {
+        for (name, var) in model.named_parameters() {
             if !teacher.tensors.contains_key(&name) {
                 tensors.insert(name.clone(), var.as_tensor().clone());
                 own.push((name, var));

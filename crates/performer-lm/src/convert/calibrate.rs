@@ -2,7 +2,6 @@
 //! keys, and gives forget gates a pace.
 
 use anyhow::{Context, Result};
-use candle_core::Tensor;
 use performer_core::{Favor, features::fit::Moments, projection::derive_seed};
 
 use super::{Plan, Trained, gates};
@@ -26,7 +25,7 @@ pub(crate) fn moments(teacher: &Decoder, data: &Prepared, tokens: usize, seed: u
     for pass in 0..passes {
         let (epoch, index) = batches.position(pass as u64);
         let batch = batches.batch(epoch, index)?;
-        let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), teacher.device())?;
+        let ids = batch.ids(teacher.device())?;
         teacher.add_moments(&ids, &mut all)?;
     }
     Ok((all, passes * batches.tokens_per_batch()))
@@ -50,7 +49,7 @@ pub(super) fn calibrate(plan: &Plan, teacher: &Decoder, mut student: Decoder, da
     let paced = gates::paced(teacher, &student, data, plan.seed)?;
     if !paced.is_empty() {
         tokens = tokens.max(ROWS * plan.config.context);
-        let mut tensors = student.tensors()?;
+        let mut tensors = student.tensors();
         tensors.extend(paced);
         student = Decoder::frozen(&plan.config, &tensors, &plan.device)?;
     }

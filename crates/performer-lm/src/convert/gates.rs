@@ -45,7 +45,7 @@ fn longest(config: &ModelConfig) -> f64 {
 pub(super) fn paced(teacher: &Decoder, student: &Decoder, data: &Prepared, seed: u64) -> Result<Vec<(String, Tensor)>> {
     let config = student.config();
     let batch = Batches::new(data.train.clone(), config.context, ROWS, seed)?.batch(0, 0)?;
-    let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), teacher.device())?;
+    let ids = batch.ids(teacher.device())?;
     let mut weights = Vec::new();
     let mut error = None;
     teacher.hidden_through(&ids, |layer, inputs| {

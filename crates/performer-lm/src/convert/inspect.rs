@@ -110,7 +110,7 @@ pub fn inspect(
 
 /// Returns one window of held-out text, shape `(1, T)`.
 fn held_out(tokens: &TokenFile, context: usize) -> Result<Tensor> {
-    let batch = eval_windows(tokens, context.min(tokens.len().saturating_sub(1).max(1)), 1)?.next();
+    let batch = eval_windows(tokens, context, 1)?.next();
     let batch = batch.context("there is no held-out text")?;
     ensure!(
         batch.context >= LEAST_TOKENS,
@@ -118,7 +118,7 @@ fn held_out(tokens: &TokenFile, context: usize) -> Result<Tensor> {
          at least {LEAST_TOKENS} to say something",
         batch.context
     );
-    Ok(Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), &Device::Cpu)?)
+    batch.ids(&Device::Cpu)
 }
 
 /// Compares attention rows of softmax and of a feature map at some queries of every head.

@@ -3,7 +3,6 @@
 use std::cell::OnceCell;
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::{Plan, Point, Stage, windows::without_windows};
@@ -13,8 +12,8 @@ use crate::{
     eval::{check_vocabulary, perplexity},
     listener::Unit,
     model::Decoder,
+    parallel::in_order,
     recall::{Examiner, Recall},
-    train::in_order,
 };
 
 /// `Predictions` say how well a student predicts a text, and how often it agrees with its teacher.
@@ -153,7 +152,7 @@ impl<'a> Meter<'a> {
     /// Returns windows of the model's context from the beginning of a text, which have about as
     /// many tokens as the plan says.
     fn windows(&self, model: &Decoder, tokens: &TokenFile) -> Result<Vec<Batch>> {
-        let context = model.config().context.min(tokens.len().saturating_sub(1).max(1));
+        let context = model.config().context;
         let rows = (1024 / context).max(1);
         let count = self.plan.measure_tokens.div_ceil(rows * context);
         Ok(eval_windows(tokens, context, rows)?.take(count).collect())
@@ -173,7 +172,7 @@ impl<'a> Meter<'a> {
                 ensure!(!plan.is_stopped(), Cause::Stopped("stopped while it was measured".into()));
                 let batch = &windows[i];
                 check_vocabulary(batch, model)?;
-                let ids = Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), model.device())?;
+                let ids = batch.ids(model.device())?;
                 let (losses, likeliest) = model.losses_and_likeliest(&ids, &batch.targets)?;
                 Ok((losses.to_vec1::<f32>()?, likeliest.to_vec1::<u32>()?))
             },
@@ -242,7 +241,7 @@ impl Measurements {
         let Some(measured) = measured else { return Ok(None) };
         let mut whole = Self { measured, without_window: None, features_off: None };
         let bare = without_windows(model.config());
-        let bare = bare.map(|config| Decoder::frozen(&config, &model.tensors()?, model.device())).transpose()?;
+        let bare = bare.map(|config| Decoder::frozen(&config, &model.tensors(), model.device())).transpose()?;
         let others = [
             ("without windows", &mut whole.without_window, bare),
             ("with features off", &mut whole.features_off, model.features_off()?),

@@ -48,9 +48,10 @@ use crate::{
     data::{Batches, DataSpec, Prepared, TokenFile},
     errors::Cause,
     files::{self, Lock, require_no_file, unread},
-    listener::Listener,
+    listener::{Listener, Silent},
     model::{Decoder, pretrained::Pretrained},
-    train::{Checkpoint, Earlier, RunKey, TrainingState, digests, git_revision, model_digest},
+    parallel::cores,
+    train::{Checkpoint, Earlier, NEVER, RunKey, TrainingState, digests, git_revision, model_digest},
 };
 #[cfg(feature = "lab")]
 pub(crate) use calibrate::moments;
@@ -79,6 +80,30 @@ const CONTROL: &str = "control";
 const CONVERSION: &str = "conversion";
 
 /// A `Plan` says what is converted, and by which stages.
+///
+/// [`Self::new`] gives every field a value, so that a caller writes only those that differ:
+///
+/// ```no_run
+/// use std::path::Path;
+///
+/// use performer_lm::{
+///     convert::{Plan, Tuning, run},
+///     data::{DataSpec, prepare_for},
+///     listener::Silent,
+///     model::pretrained::Pretrained,
+/// };
+///
+/// let teacher = Pretrained::open("models/stories/softmax")?;
+/// let data = prepare_for(&DataSpec::Path("stories".into()), &teacher.tokenizer, &Silent)?;
+/// let attention = "favor:m=128,map=learned,gate,conv".parse().map_err(anyhow::Error::msg)?;
+/// let config = teacher.config.clone().with_attention(&attention)?;
+/// let plan = Plan {
+///     tuning: Some(Tuning { rate: 1e-3, ..Tuning::new(1500) }),
+///     ..Plan::new(&teacher, config, Path::new("runs/converted"))
+/// };
+/// let report = run(&plan, &data)?.expect("nobody stops it");
+/// # anyhow::Ok(())
+/// ```
 pub struct Plan<'a> {
     /// The softmax model.
     pub teacher: &'a Pretrained,
@@ -127,6 +152,51 @@ pub struct Plan<'a> {
     pub data: Option<&'a DataSpec>,
     /// Is told of stages and steps, and of what a person should know.
     pub listener: &'a dyn Listener,
+}
+
+impl<'a> Plan<'a> {
+    /// Number of tokens that the moments are taken from, where features or gates can be fitted and
+    /// nothing else is said.
+    pub const CALIBRATE_TOKENS: usize = 32_768;
+    /// Number of sequences in a step, where nothing else is said.
+    pub const BATCH_SIZE: usize = 8;
+    /// Number of held-out tokens on which each stage is measured, where nothing else is said.
+    pub const MEASURE_TOKENS: usize = 65_536;
+    /// How often a stage of training is measured before its end, where nothing else is said.
+    pub const POINTS: usize = 8;
+    /// Seed of features and data order, where nothing else is said.
+    pub const SEED: u64 = 42;
+
+    /// Returns the plan of a conversion on all cores of the CPU, which replaces nothing, says
+    /// nothing and goes on to its end. It calibrates and transfers, in 300 steps, where `config`
+    /// has what these stages change; it does not fine-tune, nor measure recall or a second text.
+    pub fn new(teacher: &'a Pretrained, config: ModelConfig, out: &'a Path) -> Self {
+        let any = |is: fn(&AttentionConfig) -> bool| (0..config.layers).any(|layer| is(config.attention_of(layer)));
+        Self {
+            teacher,
+            out,
+            overwrite: false,
+            device: Device::Cpu,
+            threads: cores(),
+            stop: &NEVER,
+            calibrate_tokens: if any(is_calibrated) { Self::CALIBRATE_TOKENS } else { 0 },
+            balance: false,
+            transfer_steps: if any(is_transferred) { 300 } else { 0 },
+            transfer_rate: 1e-2,
+            drop_window: 0.0,
+            batch_size: Self::BATCH_SIZE,
+            tuning: None,
+            control: false,
+            measure_tokens: Self::MEASURE_TOKENS,
+            second: None,
+            recall: Vec::new(),
+            points: Self::POINTS,
+            seed: Self::SEED,
+            data: None,
+            listener: &Silent,
+            config,
+        }
+    }
 }
 
 /// A `Second` text is of another kind than the one that is converted on.
@@ -186,7 +256,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         }
     };
     if report.stages.is_empty() {
-        let swapped = student(plan, plan.teacher.tensors.clone())?;
+        let swapped = frozen_student(plan, plan.teacher.tensors.clone())?;
         for (name, title, student) in [
             ("teacher", "teacher", &teacher),
             ("swap", "swap: the teacher with another attention, untrained", &swapped),
@@ -198,7 +268,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
             report.stages.push(measurements.stage(name, 0, started.elapsed().as_secs_f64(), Vec::new()));
         }
         let mut clear = || if plan.overwrite { remove_reports(plan.out, |_| true) } else { Ok(()) };
-        save(plan, &student(plan, plan.teacher.tensors.clone())?, &report, &mut clear)?;
+        save(plan, &swapped, &report, &mut clear)?;
     }
     for name in STAGES {
         if !plan.wants(name) || report.stages.iter().any(|stage| stage.name == name) {
@@ -214,11 +284,11 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         let bookmark = Bookmark::new(plan, plan.key_after(&key, name), name, checkpoint, &report, interrupted.take());
         let earlier_seconds = bookmark.seconds();
         let result = match (name, plan.tuning) {
-            ("calibrate", _) => Some(calibrate::calibrate(plan, &teacher, student(plan, tensors)?, data)?),
+            ("calibrate", _) => Some(calibrate::calibrate(plan, &teacher, frozen_student(plan, tensors)?, data)?),
             ("tune", Some(tuning)) => {
-                tune::tune(plan, &bookmark, tuning, &teacher, pupil(plan, tensors)?, data, &meter)?
+                tune::tune(plan, &bookmark, tuning, &teacher, trainable_student(plan, tensors)?, data, &meter)?
             }
-            _ => transfer::transfer(plan, &bookmark, &teacher, pupil(plan, tensors)?, data, &meter)?,
+            _ => transfer::transfer(plan, &bookmark, &teacher, trainable_student(plan, tensors)?, data, &meter)?,
         };
         let Some(Trained { student, tokens, points }) = result else { return Ok(None) };
         let before = report.stages.last().map_or(0, |stage| stage.tokens);
@@ -246,7 +316,7 @@ pub fn run(plan: &Plan, data: &Prepared) -> Result<Option<Report>> {
         let seconds = earlier_seconds + started.elapsed().as_secs_f64();
         let alone = Measurements { measured, without_window: None, features_off: None };
         report.control = Some(alone.stage(CONTROL, tokens, seconds, points));
-        save(plan, &student(plan, checkpoint.tensors)?, &report, &mut || Ok(()))?;
+        save(plan, &frozen_student(plan, checkpoint.tensors)?, &report, &mut || Ok(()))?;
     }
     Ok(Some(report))
 }
@@ -412,7 +482,7 @@ fn check(plan: &Plan) -> Result<()> {
     ensure!(
         plan.drop_window == 0.0 || windows::without_windows(&plan.config).is_some(),
         "no layer is to have a window before features, so there is none to switch off: give one, such as \
-         favor:m=64,map=learned,window=32, or switch none off (drop-window 0)"
+         favor:m=64,map=learned,window=32, or switch none off (drop_window 0)"
     );
     if let Some(rank) = plan.tuning.and_then(|tuning| tuning.adapters) {
         adapters::check(plan.teacher, rank)?;
@@ -420,13 +490,13 @@ fn check(plan: &Plan) -> Result<()> {
     if plan.calibrate_tokens > 0 {
         ensure!(
             layers.clone().any(|i| is_calibrated(plan.config.attention_of(i))),
-            "{} cannot be fitted: use map=learned, map=dense or map=optimal, or fit nothing (calibrate-tokens 0)",
+            "{} cannot be fitted: use map=learned, map=dense or map=optimal, or fit nothing (calibrate_tokens 0)",
             maps(&favor)
         );
     }
     ensure!(
         plan.transfer_steps == 0 || layers.clone().any(|i| is_transferred(plan.config.attention_of(i))),
-        "{} cannot be trained: use map=learned or map=hedgehog, or leave the transfer out (transfer-steps 0)",
+        "{} cannot be trained: use map=learned or map=hedgehog, or leave the transfer out (transfer_steps 0)",
         maps(&favor)
     );
     Ok(())
@@ -434,12 +504,12 @@ fn check(plan: &Plan) -> Result<()> {
 
 /// Whether calibration changes this attention: its features can be fitted, or its forget gates get
 /// a pace.
-pub fn is_calibrated(attention: &AttentionConfig) -> bool {
+fn is_calibrated(attention: &AttentionConfig) -> bool {
     attention.favor().is_some_and(|favor| favor.map.is_fitted()) || has_paced_gates(attention)
 }
 
 /// Whether the transfer changes this attention: its features are trained, or its forget gates.
-pub fn is_transferred(attention: &AttentionConfig) -> bool {
+fn is_transferred(attention: &AttentionConfig) -> bool {
     attention.favor().is_some_and(|favor| favor.map.is_trained()) || has_paced_gates(attention)
 }
 
@@ -533,12 +603,12 @@ fn student_after(plan: &Plan, report: &Report) -> Result<Checkpoint> {
 }
 
 /// Makes the student of these tensors, to be used.
-fn student(plan: &Plan, tensors: HashMap<String, Tensor>) -> Result<Decoder> {
+fn frozen_student(plan: &Plan, tensors: HashMap<String, Tensor>) -> Result<Decoder> {
     Decoder::frozen(&plan.config, &with_fresh(&plan.config, plan, tensors)?, &plan.device)
 }
 
 /// Makes the student of these tensors, to be trained.
-fn pupil(plan: &Plan, tensors: HashMap<String, Tensor>) -> Result<Decoder> {
+fn trainable_student(plan: &Plan, tensors: HashMap<String, Tensor>) -> Result<Decoder> {
     Decoder::from_tensors(&plan.config, &with_fresh(&plan.config, plan, tensors)?, &plan.device)
 }
 
@@ -568,7 +638,7 @@ fn save(plan: &Plan, student: &Decoder, report: &Report, clear: &mut dyn FnMut()
     let checkpoint = Checkpoint {
         config: serde_json::to_value(student.config())?,
         tokenizer: plan.teacher.tokenizer.as_bytes().to_vec(),
-        tensors: student.tensors()?,
+        tensors: student.tensors(),
         metadata,
     };
     let progress = Progress::new(report.key.clone(), report, plan.data, plan.out, None);

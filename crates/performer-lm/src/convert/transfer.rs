@@ -27,7 +27,7 @@ pub(super) fn transfer(
     data: &Prepared,
     meter: &Meter<'_>,
 ) -> Result<Option<Trained>> {
-    let mut parameters = student.named_parameters()?;
+    let mut parameters = student.named_parameters();
     parameters.retain(|(name, _)| is_of_transfer(plan, name));
     let descent = Descent {
         steps: plan.transfer_steps,
@@ -40,7 +40,7 @@ pub(super) fn transfer(
         let bare = if are_dropped(step, plan.drop_window) { bare(&student)? } else { None };
         differences(plan, teacher, bare.as_ref().unwrap_or(&student), ids)
     };
-    let frozen = || Decoder::frozen(&plan.config, &student.tensors()?, &plan.device);
+    let frozen = || Decoder::frozen(&plan.config, &student.tensors(), &plan.device);
     let done = descend(plan, bookmark, &descent, parameters, data, loss, || meter.loss(&frozen()?))?;
     let Some((tokens, points)) = done else { return Ok(None) };
     Ok(Some(Trained { student: frozen()?, tokens, points }))

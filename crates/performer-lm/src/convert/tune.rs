@@ -29,6 +29,14 @@ pub struct Tuning {
     pub adapters: Option<usize>,
 }
 
+impl Tuning {
+    /// Returns a fine-tuning of all weights in so many steps, at the rate 3e-4, of which one half of
+    /// the loss is the teacher's distribution and the other half the next token's.
+    pub fn new(steps: usize) -> Self {
+        Self { steps, rate: 3e-4, distillation: 0.5, adapters: None }
+    }
+}
+
 /// Fine-tunes `student` as the stage of the bookmark. Returns `None` if training was stopped.
 pub(super) fn tune(
     plan: &Plan,
@@ -43,7 +51,7 @@ pub(super) fn tune(
     let adapters = tuning.adapters.map(|rank| Adapters::new(&student, plan.teacher, rank, plan.seed)).transpose()?;
     let parameters = match &adapters {
         Some(adapters) => adapters.parameters(),
-        None => student.named_parameters()?,
+        None => student.named_parameters(),
     };
     // Returns the model whose loss a step computes, or `None` where it is the student itself.
     let changed = |step: usize| -> Result<Option<Decoder>> {
@@ -71,7 +79,7 @@ pub(super) fn tune(
     };
     let frozen = || -> Result<Decoder> {
         let tensors = match &adapters {
-            None => student.tensors()?,
+            None => student.tensors(),
             Some(adapters) => adapters.merged()?,
         };
         // Tensors are copied, so that later steps do not change them, and detached.

@@ -7,6 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use candle_core::{Device, Tensor};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
@@ -36,6 +37,11 @@ impl Batch {
             batch.rows += 1;
         }
         batch
+    }
+
+    /// Returns the input tokens as a tensor, shape `(rows, context)`.
+    pub fn ids(&self, device: &Device) -> Result<Tensor> {
+        Ok(Tensor::from_slice(&self.inputs, (self.rows, self.context), device)?)
     }
 }
 

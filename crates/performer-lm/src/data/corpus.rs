@@ -4,7 +4,6 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 
@@ -205,19 +204,17 @@ pub fn load_text(path: &Path) -> Result<Documents> {
     if path.is_dir() {
         bail!("{} is a folder; give one text file", path.display());
     }
-    let text = Arc::new(Text::open(path)?);
-    let spans = text.documents();
-    if spans.is_empty() {
+    let documents = Documents::of(Text::open(path)?);
+    if documents.is_empty() {
         bail!("{} holds no text", path.display());
     }
-    Ok(Documents::new(text, spans))
+    Ok(documents)
 }
 
 fn sample(listener: &dyn Listener) -> Result<Corpus> {
-    let text = Arc::new(Text::Embedded(SAMPLE));
-    let spans = text.documents();
-    let description = format!("the embedded sample of {} short stories, composed by a grammar", spans.len());
-    let (train, valid) = split(&Documents::new(text, spans), SAMPLE_VALID, listener).context("the embedded sample")?;
+    let documents = Documents::from_text(SAMPLE);
+    let description = format!("the embedded sample of {} short stories, composed by a grammar", documents.len());
+    let (train, valid) = split(&documents, SAMPLE_VALID, listener).context("the embedded sample")?;
     Ok(Corpus { name: "sample".into(), description, train, valid, test: None })
 }
 

@@ -3,7 +3,6 @@
 
 use std::any::Any;
 use std::fs::File;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
@@ -15,6 +14,7 @@ use hf_hub::{Cache, Repo, RepoType};
 
 use super::corpus::TinyStories;
 use super::weights_index::shards;
+use crate::files;
 use crate::listener::{Listener, Unit};
 
 const DATASET: &str = "roneneldan/TinyStories";
@@ -250,13 +250,7 @@ fn require_whole(link: &Path, size: u64) -> Result<()> {
         return Ok(());
     }
     for path in [link.canonicalize()?, link.to_path_buf()] {
-        match std::fs::remove_file(&path) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                return Err(error)
-                    .with_context(|| format!("{} has {found} bytes, not {size}: remove it", path.display()));
-            }
-            _ => {}
-        }
+        files::remove(&path).with_context(|| format!("{} has {found} bytes, not {size}: remove it", path.display()))?;
     }
     bail!(
         "{found} bytes came where the hub told of {size}: they are removed, and the same command fetches the file again"

@@ -94,7 +94,16 @@ pub fn prepare_with_test(
 /// # Errors
 /// Those of [`Corpus::load`] and of [`Tokenizer::encode`], and a disk that is full.
 pub fn prepare_for(spec: &DataSpec, tokenizer: &Tokenizer, listener: &dyn Listener) -> Result<Prepared> {
-    encoded(&Cache::from_env(listener)?, Corpus::load(spec, listener)?, tokenizer.clone(), listener)
+    prepare_corpus(Corpus::load(spec, listener)?, tokenizer, listener)
+}
+
+/// Encodes all splits of a corpus with the given tokenizer. The corpus may be of text in memory
+/// ([`Documents::from_text`]), and the tokenizer trained on it ([`Tokenizer::train`]).
+///
+/// # Errors
+/// Those of [`Tokenizer::encode`], and a disk that is full.
+pub fn prepare_corpus(corpus: Corpus, tokenizer: &Tokenizer, listener: &dyn Listener) -> Result<Prepared> {
+    encoded(&Cache::from_env(listener)?, corpus, tokenizer.clone(), listener)
 }
 
 fn prepare_in(

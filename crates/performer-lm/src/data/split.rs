@@ -146,15 +146,7 @@ pub(crate) fn without_shared(valid: &Documents, train: &Documents) -> Documents 
 #[cfg(test)]
 mod tests {
     use super::{split as split_most, *};
-    use crate::data::text::Text;
     use crate::listener::{Silent, tests::Told};
-    use std::sync::Arc;
-
-    fn documents(text: String) -> Documents {
-        let text = Arc::new(Text::Embedded(text.leak()));
-        let spans = text.documents();
-        Documents::new(text, spans)
-    }
 
     fn split(documents: &Documents, listener: &dyn Listener) -> Result<(Documents, Documents)> {
         split_most(documents, MAX_VALID, listener)
@@ -167,7 +159,7 @@ mod tests {
     #[test]
     fn no_story_on_both_sides_even_when_repeated() {
         let stories: Vec<_> = (0..300).map(|i| format!("Story {}.", i % 150)).collect();
-        let all = documents(stories.join("<|endoftext|>"));
+        let all = Documents::from_text(stories.join("<|endoftext|>"));
         let told = Told::default();
         let (train, valid) = split(&all, &told).unwrap();
         assert!(told.all().contains("repeated documents are left out of validation: 15"));
@@ -177,7 +169,7 @@ mod tests {
         assert!(set(&train).is_disjoint(&set(&valid)));
         // The split depends on content alone: in another order the same stories are held out.
         let reversed: Vec<_> = stories.iter().rev().cloned().collect();
-        let (_, again) = split(&documents(reversed.join("<|endoftext|>")), &Silent).unwrap();
+        let (_, again) = split(&Documents::from_text(reversed.join("<|endoftext|>")), &Silent).unwrap();
         assert_eq!(set(&valid), set(&again));
     }
 
@@ -185,17 +177,17 @@ mod tests {
     fn validation_is_capped() {
         let stories: Vec<_> = (0..30_000).map(|i| i.to_string()).collect();
         let told = Told::default();
-        let (train, valid) = split(&documents(stories.join("<|endoftext|>")), &told).unwrap();
+        let (train, valid) = split(&Documents::from_text(stories.join("<|endoftext|>")), &told).unwrap();
         assert_eq!(told.all(), "");
         assert_eq!((train.len(), valid.len()), (28_000, 2000));
-        let (train, valid) = split_most(&documents(stories.join("<|endoftext|>")), 80, &Silent).unwrap();
+        let (train, valid) = split_most(&Documents::from_text(stories.join("<|endoftext|>")), 80, &Silent).unwrap();
         assert_eq!((train.len(), valid.len()), (29_920, 80));
     }
 
     #[test]
     fn one_document_is_split_at_its_end() {
         let text: String = (0..20_000).map(|i| format!("Line {i}.\n")).collect();
-        let all = documents(text.clone());
+        let all = Documents::from_text(text.clone());
         let told = Told::default();
         let (train, valid) = split(&all, &told).unwrap();
         assert_eq!(told.all(), "");
@@ -208,10 +200,10 @@ mod tests {
 
     #[test]
     fn a_line_without_end_is_split_too() {
-        let (train, valid) = split(&documents("word ".repeat(5000).to_string() + "end"), &Silent).unwrap();
+        let (train, valid) = split(&Documents::from_text("word ".repeat(5000).to_string() + "end"), &Silent).unwrap();
         assert!(train.bytes() > 0 && valid.bytes() > 0);
         let letters: String = ('a'..='z').cycle().take(30_000).collect();
-        assert!(split(&documents(letters), &Silent).is_ok());
+        assert!(split(&Documents::from_text(letters), &Silent).is_ok());
     }
 
     #[test]
@@ -222,7 +214,7 @@ mod tests {
         let mut paragraphs: Vec<_> = (0..30).map(paragraph).collect();
         paragraphs[28] = paragraph(0);
         let told = Told::default();
-        let (train, valid) = split(&documents(paragraphs.join("\n\n")), &told).unwrap();
+        let (train, valid) = split(&Documents::from_text(paragraphs.join("\n\n")), &told).unwrap();
         assert!(told.all().contains("left out of validation: 1"));
         assert!(train.iter().all(|part| part.contains("0000")));
         assert!(valid.iter().all(|part| !part.contains("0000")));
@@ -231,7 +223,7 @@ mod tests {
 
     #[test]
     fn two_stories_are_enough() {
-        let (train, valid) = split(&documents("One.<|endoftext|>Two.".into()), &Silent).unwrap();
+        let (train, valid) = split(&Documents::from_text("One.<|endoftext|>Two."), &Silent).unwrap();
         assert_eq!((train.len(), valid.len()), (1, 1));
     }
 
@@ -241,36 +233,36 @@ mod tests {
         let text: String = (0..BLOCK).map(|i| format!("Line {i}.\n")).collect();
         let text = &text[..2 * BLOCK + BLOCK / 2];
         assert_eq!(pieces(text.trim(), BLOCK).count(), 2);
-        let (train, valid) = split(&documents(text.into()), &Silent).unwrap();
+        let (train, valid) = split(&Documents::from_text(text.to_string()), &Silent).unwrap();
         assert_eq!((train.len(), valid.len()), (1, 1));
     }
 
     #[test]
     fn too_little_text_is_an_error() {
         for text in ["Hello.".to_string(), "a<|endoftext|>a".into()] {
-            assert!(split(&documents(text), &Silent).is_err());
+            assert!(split(&Documents::from_text(text), &Silent).is_err());
         }
         let repeated = format!("{}\n\n", "same ".repeat(500)).repeat(20);
-        assert!(split(&documents(repeated), &Silent).is_err());
+        assert!(split(&Documents::from_text(repeated), &Silent).is_err());
     }
 
     #[test]
     fn halves_of_stories_and_of_one_text() {
-        let (first, second) = halves(&documents("a<|endoftext|>b<|endoftext|>c".into())).unwrap();
+        let (first, second) = halves(&Documents::from_text("a<|endoftext|>b<|endoftext|>c")).unwrap();
         assert_eq!((first.iter().collect::<Vec<_>>(), second.iter().collect::<Vec<_>>()), (vec!["a", "b"], vec!["c"]));
         let text: String = (0..2000).map(|i| format!("Line {i}.\n")).collect();
-        let (first, second) = halves(&documents(text.clone())).unwrap();
+        let (first, second) = halves(&Documents::from_text(text.clone())).unwrap();
         let (first, second) = (first.iter().next().unwrap(), second.iter().next().unwrap());
         assert_eq!(format!("{first}\n{second}\n"), text);
         let share = first.len() as f64 / text.len() as f64;
         assert!((0.35..0.65).contains(&share), "{share}");
-        assert!(halves(&documents("Hello.".into())).is_none());
+        assert!(halves(&Documents::from_text("Hello.")).is_none());
     }
 
     #[test]
     fn shared_documents_are_dropped() {
-        let train = documents("a<|endoftext|>b<|endoftext|>c".into());
-        let valid = documents("b<|endoftext|>d<|endoftext|>b".into());
+        let train = Documents::from_text("a<|endoftext|>b<|endoftext|>c");
+        let valid = Documents::from_text("b<|endoftext|>d<|endoftext|>b");
         let valid = without_shared(&valid, &train);
         assert_eq!(valid.iter().collect::<Vec<_>>(), ["d"]);
     }

@@ -1,8 +1,10 @@
-//! This module reads text on disk as a list of documents, lazily from a memory map.
+//! This module reads text as a list of documents: text in memory, or a file, lazily from a memory
+//! map.
 //!
 //! A file of gigabytes needs no memory but the page cache: only the byte range of each document is
 //! held.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
@@ -14,10 +16,10 @@ use memmap2::Mmap;
 /// The separator between two documents of a text file (on a line of its own, by convention).
 pub const SEPARATOR: &str = "<|endoftext|>";
 
-/// `Text` is UTF-8 text: embedded in the program, or a memory-mapped file.
+/// `Text` is UTF-8 text: held in memory, or a memory-mapped file.
 #[derive(Debug)]
 pub(crate) enum Text {
-    Embedded(&'static str),
+    Held(Cow<'static, str>),
     Mapped(Mmap),
 }
 
@@ -46,7 +48,7 @@ impl Text {
 
     pub(crate) fn as_str(&self) -> &str {
         match self {
-            Self::Embedded(text) => text,
+            Self::Held(text) => text,
             // SAFETY: `open` checked every byte, and the file does not change beneath the map.
             Self::Mapped(map) => unsafe { std::str::from_utf8_unchecked(map) },
         }
@@ -54,7 +56,7 @@ impl Text {
 
     /// Returns the byte ranges of the documents: the text between separators, without surrounding
     /// white space.
-    pub(crate) fn documents(&self) -> Vec<Range<usize>> {
+    fn spans(&self) -> Vec<Range<usize>> {
         let text = self.as_str();
         let mut spans = Vec::new();
         let mut start = 0;
@@ -154,7 +156,25 @@ pub struct Documents {
 }
 
 impl Documents {
-    pub(crate) fn new(text: Arc<Text>, spans: Vec<Range<usize>>) -> Self {
+    /// Returns the documents of text in memory. As in a file, [`SEPARATOR`] stands between them, and
+    /// white space around them does not count: `stories.join(SEPARATOR)` is the text of several.
+    ///
+    /// ```
+    /// use performer_lm::data::Documents;
+    ///
+    /// let documents = Documents::from_text("Once.\n<|endoftext|>\nTwice.\n");
+    /// assert_eq!(documents.iter().collect::<Vec<_>>(), ["Once.", "Twice."]);
+    /// ```
+    pub fn from_text(text: impl Into<Cow<'static, str>>) -> Self {
+        Self::of(Text::Held(text.into()))
+    }
+
+    pub(crate) fn of(text: Text) -> Self {
+        let spans = text.spans();
+        Self::some_of(Arc::new(text), spans)
+    }
+
+    fn some_of(text: Arc<Text>, spans: Vec<Range<usize>>) -> Self {
         Self { text, spans, hash: OnceLock::new() }
     }
 
@@ -198,7 +218,7 @@ impl Documents {
         let start = self.spans.first().map_or(0, |span| span.start);
         let parts = parts.into_iter();
         let spans = parts.map(|part| start + part.start..start + part.end);
-        Self::new(self.text.clone(), spans.collect())
+        Self::some_of(self.text.clone(), spans.collect())
     }
 
     /// Returns the documents for which `keep` returns true; it is called in order, once for each
@@ -206,7 +226,7 @@ impl Documents {
     pub(crate) fn filter(&self, mut keep: impl FnMut(&str) -> bool) -> Self {
         let text = self.text.as_str();
         let spans = self.spans.iter().filter(|span| keep(&text[(*span).clone()]));
-        Self::new(self.text.clone(), spans.cloned().collect())
+        Self::some_of(self.text.clone(), spans.cloned().collect())
     }
 }
 
@@ -215,7 +235,7 @@ mod tests {
     use super::*;
 
     fn documents(text: &'static str) -> Vec<&'static str> {
-        let spans = Text::Embedded(text).documents();
+        let spans = Text::Held(text.into()).spans();
         spans.into_iter().map(|span| &text[span]).collect()
     }
 
@@ -229,14 +249,9 @@ mod tests {
 
     #[test]
     fn hash_tells_where_documents_end() {
-        let docs = |text| {
-            let text = Arc::new(Text::Embedded(text));
-            let spans = text.documents();
-            Documents::new(text, spans)
-        };
-        let one = docs("ab<|endoftext|>c");
-        assert_eq!(one.hash(), docs("ab\n<|endoftext|>\nc\n").hash());
-        assert_ne!(one.hash(), docs("a<|endoftext|>bc").hash());
+        let one = Documents::from_text("ab<|endoftext|>c");
+        assert_eq!(one.hash(), Documents::from_text("ab\n<|endoftext|>\nc\n").hash());
+        assert_ne!(one.hash(), Documents::from_text("a<|endoftext|>bc").hash());
         assert_eq!((one.len(), one.bytes()), (2, 3));
     }
 

@@ -38,7 +38,7 @@ impl Case {
             None => "softmax".to_string(),
             Some(m) => format!("favor {} M={m}", self.map),
         };
-        let dtype = format!("{:?}", self.dtype).to_lowercase();
+        let dtype = self.dtype.as_str();
         let Self { batch, heads, kv_heads, tokens, dim, .. } = self;
         let flags = [(self.causal, " causal"), (self.masked, " masked"), (self.gated, " gated")];
         let mut flags: String = flags.into_iter().filter(|(has, _)| *has).map(|(_, flag)| flag).collect();
@@ -49,21 +49,23 @@ impl Case {
     }
 }
 
+/// What the cases below differ from.
+const BASE: Case = Case {
+    features: Some(128),
+    map: FeatureMapKind::Positive,
+    dtype: DType::F32,
+    batch: 1,
+    heads: 2,
+    kv_heads: 2,
+    tokens: 200,
+    dim: 64,
+    causal: true,
+    masked: false,
+    gated: false,
+    window: None,
+};
+
 fn cases(extent: Extent, gpu: bool) -> Vec<Case> {
-    let base = Case {
-        features: Some(128),
-        map: FeatureMapKind::Positive,
-        dtype: DType::F32,
-        batch: 1,
-        heads: 2,
-        kv_heads: 2,
-        tokens: 200,
-        dim: 64,
-        causal: true,
-        masked: false,
-        gated: false,
-        window: None,
-    };
     let mut all = Vec::new();
     let dtypes = match extent {
         Extent::Quick => &[DType::F32, DType::BF16][..],
@@ -74,7 +76,7 @@ fn cases(extent: Extent, gpu: bool) -> Vec<Case> {
         // has the kernels of bf16 except for conversions.
         let few = extent == Extent::Quick || dtype == DType::F16;
         for features in [None, Some(128)] {
-            let base = Case { features, dtype, ..base };
+            let base = Case { features, dtype, ..BASE };
             all.push(Case { tokens: 70, ..base });
             all.push(Case { tokens: 63, batch: 2, heads: 4, masked: true, ..base });
             all.push(Case { tokens: 90, causal: false, masked: true, ..base });
@@ -113,13 +115,13 @@ fn cases(extent: Extent, gpu: bool) -> Vec<Case> {
         }
         if !few {
             // Rows of heads are no multiple of 16 bytes.
-            all.push(Case { features: Some(24), dim: 50, dtype, tokens: 100, ..base });
+            all.push(Case { features: Some(24), dim: 50, dtype, tokens: 100, ..BASE });
             for features in [24, 256, 512] {
-                all.push(Case { features: Some(features), dtype, tokens: 100, ..base });
+                all.push(Case { features: Some(features), dtype, tokens: 100, ..BASE });
             }
             for map in [FeatureMapKind::Hyperbolic, FeatureMapKind::Relu] {
                 for gated in [false, true] {
-                    all.push(Case { map, features: Some(32), dtype, tokens: 100, gated, ..base });
+                    all.push(Case { map, features: Some(32), dtype, tokens: 100, gated, ..BASE });
                 }
             }
         }
@@ -136,20 +138,7 @@ pub(super) fn items(extent: Extent, gpu: bool) -> Vec<Item> {
 /// Returns an item for each case in which FAVOR's forward kernel takes products of warpgroups on
 /// Hopper, without these. No other kernel than this one differs.
 pub(super) fn items_without_warpgroups(extent: Extent) -> Vec<Item> {
-    let base = Case {
-        features: Some(128),
-        map: FeatureMapKind::Positive,
-        dtype: DType::BF16,
-        batch: 1,
-        heads: 2,
-        kv_heads: 2,
-        tokens: 70,
-        dim: 64,
-        causal: true,
-        masked: false,
-        gated: false,
-        window: None,
-    };
+    let base = Case { dtype: DType::BF16, tokens: 70, ..BASE };
     let mut cases = vec![base, Case { tokens: 63, batch: 2, heads: 4, masked: true, ..base }];
     if extent == Extent::Full {
         cases.push(Case { tokens: 1100, heads: 1, kv_heads: 1, ..base });

@@ -1,10 +1,10 @@
 //! Results as lines: what is written while the check runs, and the report that is made of it.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Check, Extent, Item, Part, Speed, Training};
+use super::{Check, Extent, Item, Speed, Training};
 use crate::{bench::attention::Others, device::describe, machine::Machine, train::git_revision};
 use candle_core::Device;
 
@@ -135,7 +135,7 @@ impl Report {
         items: impl IntoIterator<Item = &'a Item>,
         pytorch: Option<&Others>,
     ) -> Self {
-        let parts: HashMap<&str, Part> = items.into_iter().map(|item| (item.name.as_str(), item.part)).collect();
+        let names: BTreeSet<&str> = items.into_iter().map(|item| item.name.as_str()).collect();
         let state = State::of(lines);
         let mut report = Self {
             device: about.device,
@@ -150,7 +150,7 @@ impl Report {
             not_reached: Vec::new(),
             seconds: 0.0,
         };
-        for line in lines {
+        for line in told_once(lines) {
             match line.clone() {
                 Line::About(_) | Line::Begin { .. } => {}
                 Line::Check(check) => report.checks.push(check),
@@ -169,11 +169,27 @@ impl Report {
             report.speed.iter_mut().for_each(|speed| speed.set_beside(pytorch));
         }
         report.passed &= report.checks.iter().all(|check| check.passed);
-        report.not_reached =
-            parts.keys().filter(|name| !state.done.contains(**name)).map(|name| name.to_string()).collect();
-        report.not_reached.sort();
+        report.not_reached = names.into_iter().filter(|name| !state.done.contains(*name)).map(String::from).collect();
         report
     }
+}
+
+/// Returns the lines without what an item told that was begun again. That happens where everything
+/// was killed between its results and its end.
+fn told_once(lines: &[Line]) -> Vec<&Line> {
+    let (mut kept, mut begun): (Vec<&Line>, _) = (Vec::new(), None);
+    for line in lines {
+        if let Line::Begin { item } = line {
+            if let Some((last, at)) = begun
+                && last == item
+            {
+                kept.truncate(at);
+            }
+            begun = Some((item, kept.len()));
+        }
+        kept.push(line);
+    }
+    kept
 }
 
 #[cfg(test)]
@@ -204,6 +220,16 @@ mod tests {
         let lost = Line::Lost { item: "b".into(), because: "signal 11".into() };
         let report = Report::of(about, &[begin("a"), end, begin("b"), lost], &items, None);
         assert!(!report.passed && report.lost == ["b: signal 11"] && report.not_reached == ["c"]);
+    }
+
+    #[test]
+    fn an_item_that_was_begun_again_counts_once() {
+        let about = About::new(&Device::Cpu, Extent::Quick);
+        let check = |what: &str| Line::Check(Check::of(what.into(), Ok(0.0), 1.0));
+        let end = |item: &str| Line::End { item: item.into(), seconds: 1.0 };
+        let lines = [begin("a"), check("1"), end("a"), begin("b"), check("2"), begin("b"), check("2"), end("b")];
+        let report = Report::of(about, &lines, [], None);
+        assert_eq!(report.checks.iter().map(|check| check.what.as_str()).collect::<Vec<_>>(), ["1", "2"]);
     }
 
     #[test]

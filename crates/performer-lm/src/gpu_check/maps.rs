@@ -64,7 +64,7 @@ fn cases(extent: Extent) -> Vec<Case> {
 
 impl Case {
     fn name(&self) -> String {
-        let dtype = format!("{:?}", self.dtype).to_lowercase();
+        let dtype = self.dtype.as_str();
         let kind = if self.trained { "trained" } else { "fitted" };
         let flags = [(self.metric, " with a metric"), (self.by_head, " by head"), (self.gated, " gated")];
         let mut flags: String = flags.into_iter().filter(|(has, _)| *has).map(|(_, flag)| flag).collect();

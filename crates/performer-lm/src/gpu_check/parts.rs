@@ -203,7 +203,7 @@ fn taped(attention: &str, device: &Device) -> Result<(f64, f64)> {
     let unrecorded = tape.unrecorded(&loss) as f64;
     let got = tape.backward(&loss)?;
     let mut worst = 0f64;
-    for (name, parameter) in model.named_parameters()? {
+    for (name, parameter) in model.named_parameters() {
         let of = |store: &GradStore| -> Result<Vec<f64>> {
             Ok(numbers(store.get(&parameter).with_context(|| format!("{name} has no gradient"))?)?)
         };
@@ -218,7 +218,7 @@ pub(super) fn items() -> Vec<Item> {
     let mut items = Vec::new();
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         for &(what, shapes, op) in OPERATIONS {
-            let name = format!("{what} {}", format!("{dtype:?}").to_lowercase());
+            let name = format!("{what} {}", dtype.as_str());
             items.push(one(name, tolerance(dtype), move |device| compare(device, dtype, shapes, &op)));
         }
     }

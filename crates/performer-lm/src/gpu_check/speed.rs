@@ -233,7 +233,7 @@ impl Bench {
         let gates = (Tensor::ones((1, self.heads, tokens), DType::F32, &self.device)? * GATE)?;
         let gates = timed.is_gated().then(|| Var::from_tensor(&gates)).transpose()?;
         let mut next = 0;
-        let times = time(&self.device, || {
+        let times = time(&self.device, usize::MAX, || {
             let [q, k, v] = &sets[next % sets.len()];
             next += 1;
             // The gradient of the output is ones: a loss of its own would read and write outputs
@@ -264,7 +264,9 @@ impl Bench {
                 .extend(Inputs::new(&self.random(count)?, &self.random(count)?, &self.random(count)?), &mut state)?;
         }
         let (q, k, v) = (self.random(1)?, self.random(1)?, self.random(1)?);
-        let times = time(&self.device, || attention.extend(Inputs::new(&q, &k, &v), &mut state).map(drop))?;
+        // Each step makes the context longer by a token, which must not change what is measured.
+        let most = context / 10;
+        let times = time(&self.device, most, || attention.extend(Inputs::new(&q, &k, &v), &mut state).map(drop))?;
         Ok(self.speed(timed, Work::Decode, context, 1, times))
     }
 
@@ -276,7 +278,7 @@ impl Bench {
             heads: self.heads,
             head_dim: HEAD_DIM,
             features: timed.features(),
-            dtype: format!("{:?}", self.dtype).to_lowercase(),
+            dtype: self.dtype.as_str().to_string(),
             milliseconds: median * 1e3,
             quartiles: (low * 1e3, high * 1e3),
             picoseconds: median * 1e12 / (per_pass * self.heads) as f64,
@@ -302,8 +304,9 @@ impl Speed {
 }
 
 /// Returns the quartiles of the seconds that `work` takes after a warm-up, by the device's own
-/// clock if it has one. Short work is repeated between two readings of the clock.
-fn time(device: &Device, mut work: impl FnMut() -> candle_core::Result<()>) -> Result<[f64; 3]> {
+/// clock if it has one. Short work is repeated between two readings of the clock. It is done about
+/// `most` times at most, and at least seven times.
+fn time(device: &Device, most: usize, mut work: impl FnMut() -> candle_core::Result<()>) -> Result<[f64; 3]> {
     let mut sample = |repeats: usize| -> Result<f64> {
         let seconds = clock(device, || {
             for _ in 0..repeats {
@@ -316,10 +319,11 @@ fn time(device: &Device, mut work: impl FnMut() -> candle_core::Result<()>) -> R
     // The first run compiles kernels.
     sample(1)?;
     let once = sample(1)?;
-    let repeats = ((0.005 / once) as usize).clamp(1, 200);
+    let repeats = ((0.005 / once) as usize).min(200).min(most / 5).max(1);
+    let samples_wanted = (most / repeats).clamp(5, 30);
     let begun = Instant::now();
     let mut samples = Vec::new();
-    while samples.len() < 5 || (samples.len() < 30 && begun.elapsed() < Duration::from_millis(300)) {
+    while samples.len() < 5 || (samples.len() < samples_wanted && begun.elapsed() < Duration::from_millis(300)) {
         samples.push(sample(repeats)?);
     }
     samples.sort_by(f64::total_cmp);
@@ -348,4 +352,23 @@ fn free_memory(device: &Device) -> Option<usize> {
 #[cfg(not(feature = "cuda"))]
 fn free_memory(_: &Device) -> Option<usize> {
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A step that is timed makes the context longer, so it must not be done as often as one likes.
+    #[test]
+    fn work_is_done_about_as_often_as_allowed() {
+        for most in [1, 50, 1000] {
+            let mut count = 0;
+            time(&Device::Cpu, most, || {
+                count += 1;
+                Ok(())
+            })
+            .unwrap();
+            assert!(count <= most.max(5) + 2, "{count} of {most}");
+        }
+    }
 }

@@ -10,7 +10,7 @@ use crate::{
     config::{AttentionConfig, ModelConfig, Precision, Preset, TrainingConfig},
     data::{DataSpec, prepare},
     listener::Silent,
-    train::{Grid, NEVER, RunOptions, Trainer},
+    train::{RunOptions, Trainer},
     unfinished::Scratch,
 };
 
@@ -71,17 +71,7 @@ fn run(attention: &str, device: &Device, extent: Extent) -> Result<Training> {
             ..training.clone()
         };
         let folder = Scratch::new("the run")?;
-        let options = RunOptions {
-            out: folder.path(),
-            overwrite: true,
-            data: "sample",
-            device: device.clone(),
-            threads: 1,
-            stop: &NEVER,
-            samples: false,
-            listener: &Silent,
-            ranks: Grid::one(),
-        };
+        let options = RunOptions { device: device.clone(), threads: 1, ..RunOptions::new(folder.path()) };
         Trainer::new(&config, &training, &data, options)?.run()?.context("stopped")
     };
     // The first steps compile kernels and allocate memory.

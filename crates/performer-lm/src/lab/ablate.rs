@@ -15,7 +15,7 @@ use super::{Findings, Section, Table, capitalised, state_text};
 use crate::{
     bench::window_of_equal_state,
     config::{AttentionConfig, ModelConfig, TrainingConfig},
-    data::Prepared,
+    data::{DataSpec, Prepared},
     errors::{Cause, STOPPED, STOPPED_FOR_GOOD, require_once},
     eval::{perplexity, show_perplexity},
     listener::Listener,
@@ -44,8 +44,8 @@ pub struct Plan<'a> {
     pub runs: &'a Path,
     /// Whether that folder is still there after the experiment, so that a stopped one can go on.
     pub is_kept: bool,
-    /// The data as the command line spells it.
-    pub data: String,
+    /// Where the data come from, for [`RunOptions::data`].
+    pub data: Option<DataSpec>,
     /// Device on which the models are trained.
     pub device: Device,
     /// Number of worker threads on the CPU.
@@ -334,15 +334,13 @@ impl Plan<'_> {
 
     fn options<'b>(&'b self, out: &'b Path) -> RunOptions<'b> {
         RunOptions {
-            out,
             overwrite: true,
-            data: &self.data,
+            data: self.data.as_ref(),
             device: self.device.clone(),
             threads: self.threads,
             stop: self.stop,
-            samples: false,
             listener: self.listener,
-            ranks: Grid::one(),
+            ..RunOptions::new(out)
         }
     }
 }
@@ -375,7 +373,7 @@ fn findings(plan: &Plan, data: &Prepared, m: usize, outcomes: &[Outcome], diverg
         ]
     };
     for o in &ranked {
-        let speed = o.tokens_per_second.iter().sum::<f64>() / o.tokens_per_second.len() as f64;
+        let speed = mean(&o.tokens_per_second);
         let state = state_text(o.state_bytes, o.state_grows);
         table.push(row(o.name.clone(), o.losses(), state, format!("{speed:.0}")));
         // The control of a window with features: the same trained weights, and the window alone.

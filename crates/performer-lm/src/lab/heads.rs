@@ -220,10 +220,7 @@ fn windows(data: &Prepared, context: usize, count: usize) -> Result<Vec<Tensor>>
         context + 1
     );
     let count = count.min(all.len());
-    (0..count)
-        .map(|i| &all[i * all.len() / count])
-        .map(|batch| Ok(Tensor::from_slice(&batch.inputs, (batch.rows, batch.context), &Device::Cpu)?))
-        .collect()
+    (0..count).map(|i| &all[i * all.len() / count]).map(|batch| batch.ids(&Device::Cpu)).collect()
 }
 
 /// Returns the seed of the draws for a layer.

@@ -80,7 +80,7 @@ impl Decoder {
         let parameters = VarMap::new();
         let vb = VarBuilder::from_varmap(&parameters, DType::F32, device);
         let mut model = Self::assemble(config, parameters, vb, seed, positions_of(config))?;
-        init::initialise(&model.named_parameters()?, config, derive_seed(seed, INIT_STREAM))?;
+        init::initialise(&model.named_parameters(), config, derive_seed(seed, INIT_STREAM))?;
         model.register_maps()?;
         Ok(model)
     }
@@ -224,7 +224,7 @@ impl Decoder {
                     continue;
                 }
                 given.insert(name.clone(), var.as_tensor().clone());
-                parameters.insert(format!("{}{name}", buffer_prefix(i)), var);
+                parameters.insert(in_layer(i, &name), var);
             }
             block.load_buffers(&|name| given.get(name).cloned())?;
         }
@@ -249,32 +249,26 @@ impl Decoder {
     }
 
     /// Returns the trained parameters in the order of their names.
-    ///
-    /// # Errors
-    /// It never fails; the `Result` is kept for the interface.
-    pub fn named_parameters(&self) -> Result<Vec<(String, Var)>> {
+    pub fn named_parameters(&self) -> Vec<(String, Var)> {
         let map = locked(self.parameters.data());
         let mut named: Vec<_> = map.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
         named.sort_by(|a, b| a.0.cmp(&b.0));
-        Ok(named)
+        named
     }
 
     /// Returns the number of numbers that training moves or has moved: weights, and feature maps
     /// that are trained. It is the same for a model that is frozen.
-    ///
-    /// # Errors
-    /// As [`Self::named_parameters`].
-    pub fn parameter_count(&self) -> Result<usize> {
+    pub fn parameter_count(&self) -> usize {
         let mut counts: HashMap<String, usize> =
-            self.named_parameters()?.into_iter().map(|(name, var)| (name, var.elem_count())).collect();
+            self.named_parameters().into_iter().map(|(name, var)| (name, var.elem_count())).collect();
         counts.extend(self.constants.iter().map(|(name, weight)| (name.clone(), weight.elem_count())));
         for (i, block) in self.blocks.iter().enumerate() {
             let trained = block.attention().trained_buffers();
             for (name, map) in block.attention().buffers().into_iter().filter(|(name, _)| trained.contains(name)) {
-                counts.insert(format!("{}{name}", buffer_prefix(i)), map.elem_count());
+                counts.insert(in_layer(i, &name), map.elem_count());
             }
         }
-        Ok(counts.values().sum())
+        counts.values().sum()
     }
 
     /// Returns the attention of a layer, counted from 0.
@@ -310,12 +304,7 @@ impl Decoder {
         let mut all = Vec::new();
         for layer in 0..config.layers {
             let attention = build_attention(config, layer, layer_seed(seed, layer, 0), device)?;
-            all.extend(
-                attention
-                    .buffers()
-                    .into_iter()
-                    .map(|(name, buffer)| (format!("{}{name}", buffer_prefix(layer)), buffer)),
-            );
+            all.extend(attention.buffers().into_iter().map(|(name, buffer)| (in_layer(layer, &name), buffer)));
         }
         Ok(all)
     }
@@ -326,7 +315,7 @@ impl Decoder {
         let mut all = Vec::new();
         for layer in 0..config.layers {
             let weights = heads(config, config.attention_of(layer).parts()).neutral_parts(device)?;
-            all.extend(weights.into_iter().map(|(name, weight)| (format!("{}{name}", buffer_prefix(layer)), weight)));
+            all.extend(weights.into_iter().map(|(name, weight)| (in_layer(layer, &name), weight)));
         }
         Ok(all)
     }
@@ -345,22 +334,19 @@ impl Decoder {
         }
         let sizes = heads(config, config.attention_of(layer).parts());
         let weights = sizes.constant_gates(time_constants, device)?;
-        Ok(weights.into_iter().map(|(name, weight)| (format!("{}{name}", buffer_prefix(layer)), weight)).collect())
+        Ok(weights.into_iter().map(|(name, weight)| (in_layer(layer, &name), weight)).collect())
     }
 
     /// Returns everything to save: parameters and buffers by name.
-    ///
-    /// # Errors
-    /// As [`Self::named_parameters`].
-    pub fn tensors(&self) -> Result<HashMap<String, Tensor>> {
+    pub fn tensors(&self) -> HashMap<String, Tensor> {
         let mut tensors = self.constants.clone();
-        tensors.extend(self.named_parameters()?.into_iter().map(|(name, var)| (name, var.as_detached_tensor())));
+        tensors.extend(self.named_parameters().into_iter().map(|(name, var)| (name, var.as_detached_tensor())));
         for (i, block) in self.blocks.iter().enumerate() {
             for (name, buffer) in block.attention().buffers() {
-                tensors.insert(format!("{}{name}", buffer_prefix(i)), buffer);
+                tensors.insert(in_layer(i, &name), buffer);
             }
         }
-        Ok(tensors)
+        tensors
     }
 
     /// Refuses tensors of which this model, made of them, has not used some: without its biases,
@@ -369,7 +355,7 @@ impl Decoder {
     /// # Errors
     /// With the first tensor that is not used, in the order of names.
     pub(crate) fn require_all_of(&self, tensors: &HashMap<String, Tensor>) -> Result<()> {
-        let used = self.tensors()?;
+        let used = self.tensors();
         let mut left: Vec<&String> = tensors.keys().filter(|name| !used.contains_key(*name)).collect();
         left.sort();
         ensure!(
@@ -393,7 +379,7 @@ impl Decoder {
 
     /// Returns a model of this configuration with the weights of this one, which must suit it.
     pub(crate) fn with_config(&self, config: &ModelConfig) -> Result<Self> {
-        Ok(Self::from_tensors(config, &self.tensors()?, &self.device)?.compute_in(self.compute))
+        Ok(Self::from_tensors(config, &self.tensors(), &self.device)?.compute_in(self.compute))
     }
 
     /// Measures the decoding state of one sequence of the model's context: its bytes in all layers,
@@ -405,7 +391,7 @@ impl Decoder {
         if self.config.leak {
             return Ok(0);
         }
-        let saved = Self::from_tensors(&self.config, &self.tensors()?, &self.device)?;
+        let saved = Self::from_tensors(&self.config, &self.tensors(), &self.device)?;
         let mut state = saved.new_state();
         saved.extend(&Tensor::zeros((1, self.config.context), DType::U32, &self.device)?, &mut state)?;
         Ok(state.bytes())
@@ -571,6 +557,11 @@ fn positions_of(config: &ModelConfig) -> usize {
 
 fn buffer_prefix(layer: usize) -> String {
     format!("model.layers.{layer}.self_attn.")
+}
+
+/// Returns the name in the model of what its layer calls `name`.
+fn in_layer(layer: usize, name: &str) -> String {
+    buffer_prefix(layer) + name
 }
 
 /// Returns the seed of a layer: every layer, and every redraw of it, has features of its own.

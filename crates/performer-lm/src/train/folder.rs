@@ -35,8 +35,9 @@ pub(super) struct RunState {
     pub(super) epoch_seconds: Vec<f64>,
     pub(super) training: TrainingConfig,
     pub(super) corpus: String,
-    /// The data as the command line spelt it.
-    pub(super) data_spec: String,
+    /// [`RunOptions::data`] as the command line spells it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) data_spec: Option<String>,
     /// The path from the run's folder to the data, where the command line named the data by a path
     /// relative to the working directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -77,7 +78,7 @@ pub fn is_finished(dir: &Path) -> bool {
     dir.join(REPORT).exists()
 }
 
-/// Whether a folder holds a training that `train --resume` can go on with. A first save that was
+/// Whether a folder holds a training that [`Trainer::resume`] can go on with. A first save that was
 /// interrupted counts too: its state still has another name.
 pub fn is_begun(dir: &Path) -> Result<bool> {
     let is_training = |run: &str| run == TRAINING;
@@ -188,10 +189,11 @@ pub(crate) fn as_trained(config: &ModelConfig, data: &Prepared) -> ModelConfig {
 /// `SavedData` says what a run trains on.
 #[derive(Debug)]
 pub struct SavedData {
-    /// The data as the command line spelt it, for [`RunOptions::data`].
-    pub spelt: String,
-    /// Where it is for this process, which may be in another folder than the one that began it.
-    pub spec: DataSpec,
+    /// The data as they were named when the run began, for [`RunOptions::data`]; `None` if they
+    /// were made in memory.
+    pub named: Option<DataSpec>,
+    /// Where they are for this process, which may be in another folder than the one that began it.
+    pub spec: Option<DataSpec>,
     /// The tokenizer with which it is encoded.
     pub tokenizer: Tokenizer,
 }
@@ -202,13 +204,15 @@ pub struct SavedData {
 /// If the folder holds no training run that can be resumed, or a file of it is missing or damaged.
 pub fn saved_data(dir: &Path) -> Result<SavedData> {
     let state = RunState::of(&TrainingState::load(dir, &Device::Cpu)?, dir)?;
-    let spelt = state.data_spec;
-    let spec = spelt.parse().with_context(|| format!("{} names its data as {spelt}", dir.display()))?;
+    let parse = |spelt: String| -> Result<DataSpec> {
+        spelt.parse().with_context(|| format!("{} names its data as {spelt:?}", dir.display()))
+    };
+    let named = state.data_spec.map(parse).transpose()?;
     let from_here = state.data_from_here.map(|path| dir.join(path)).filter(|path| path.exists());
-    let spec = from_here.map_or(spec, DataSpec::Path);
+    let spec = from_here.map(DataSpec::Path).or_else(|| named.clone());
     let checkpoint = Checkpoint::load(dir, &Device::Cpu)?;
     let borders = checkpoint.config_as::<ModelConfig>()?.borders;
-    Ok(SavedData { spelt, spec, tokenizer: Tokenizer::with_borders(checkpoint.tokenizer, borders)? })
+    Ok(SavedData { named, spec, tokenizer: Tokenizer::with_borders(checkpoint.tokenizer, borders)? })
 }
 
 /// The training state in a folder as JSON, without its tensors.

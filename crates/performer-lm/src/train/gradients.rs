@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Storage, Tensor
 use performer_core::Tape;
 use rayon::prelude::*;
 
-use super::in_order;
+use crate::parallel::in_order;
 
 /// How many numbers of a large tensor a thread takes at a time.
 pub(super) const PIECE: usize = 1 << 16;

@@ -21,7 +21,6 @@ pub use performer_dist::Grid;
 pub use crate::{
     checkpoint::{Checkpoint, TrainingState},
     config::{AdamWConfig, Schedule},
-    parallel::in_order,
     revision::git_revision,
 };
 #[cfg(feature = "nccl")]
@@ -37,7 +36,6 @@ pub use log::{Record, read_log};
 pub use optimizer::AdamW;
 pub(crate) use progress::StepBar;
 pub use report::{Control, PositionLoss, Report, TestLoss};
-#[cfg(feature = "lab")]
 pub(crate) use run::NEVER;
 pub use run::{RunOptions, Trainer, training_batches};
 pub use run_key::{Earlier, Leg, RunKey};

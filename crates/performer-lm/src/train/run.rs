@@ -33,13 +33,14 @@ use super::{
 };
 use crate::{
     config::TrainingConfig,
-    data::{Batches, Prepared, Tokenizer},
+    data::{Batches, DataSpec, Prepared, Tokenizer},
     device::explain_memory,
     errors::Cause,
     eval::Evaluation,
     files::Lock,
-    listener::Listener,
+    listener::{Listener, Silent},
     model::Decoder,
+    parallel::cores,
 };
 pub use batch::training_batches;
 pub(super) use begin::require_features;
@@ -51,18 +52,28 @@ const QUICK_VALIDATION_TOKENS: usize = 65_536;
 const SAVE_AFTER: Duration = Duration::from_secs(600);
 
 /// A flag to stop that is never set, for short runs that nobody needs to interrupt or to resume.
-#[cfg(feature = "lab")]
 pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// `RunOptions` says where and how a run takes place. It holds no training setting; of all that is
 /// here, only the kind of device and, as their field says, the ranks can change the result.
+///
+/// [`Self::new`] gives every field a value, so that a caller writes only those that differ:
+///
+/// ```
+/// use performer_lm::{listener::Silent, train::RunOptions};
+/// # use std::path::Path;
+///
+/// let options = RunOptions { overwrite: true, listener: &Silent, ..RunOptions::new(Path::new("runs/mine")) };
+/// ```
+#[derive(Clone)]
 pub struct RunOptions<'a> {
     /// Folder for checkpoints and `metrics.jsonl`.
     pub out: &'a Path,
     /// Whether a new training may replace a model that is in the folder already.
     pub overwrite: bool,
-    /// The data as the command line spells it, for resuming.
-    pub data: &'a str,
+    /// Where the data come from, which the folder keeps so that a run that is resumed finds them;
+    /// `None` for data that were made in memory.
+    pub data: Option<&'a DataSpec>,
     /// Device on which the model is trained.
     pub device: Device,
     /// Number of worker threads on the CPU.
@@ -80,6 +91,24 @@ pub struct RunOptions<'a> {
     /// number of segments that they cut a sequence into changes it by rounding, and changes which
     /// units dropout drops.
     pub ranks: Grid,
+}
+
+impl<'a> RunOptions<'a> {
+    /// Returns the options of a run by one process on all cores of the CPU, which replaces nothing
+    /// that the folder `out` holds, says nothing, and goes on to its end.
+    pub fn new(out: &'a Path) -> Self {
+        Self {
+            out,
+            overwrite: false,
+            data: None,
+            device: Device::Cpu,
+            threads: cores(),
+            stop: &NEVER,
+            samples: false,
+            listener: &Silent,
+            ranks: Grid::one(),
+        }
+    }
 }
 
 /// A `Trainer` is a run in progress.
@@ -218,12 +247,12 @@ impl<'a> Trainer<'a> {
             epoch_seconds: self.epoch_seconds.clone(),
             training: self.training.clone(),
             corpus: self.data.corpus_name.clone(),
-            data_spec: self.options.data.to_string(),
+            data_spec: self.options.data.map(DataSpec::to_string),
             data_from_here: self.data_from_here.clone(),
             key: Some(self.key.clone()),
             earlier_legs: self.earlier_legs.clone(),
         };
-        require_equal_weights(&self.options.ranks, || model_digest(self.model.config(), &self.model.tensors()?))?;
+        require_equal_weights(&self.options.ranks, || model_digest(self.model.config(), &self.model.tensors()))?;
         led(&self.options.ranks, || {
             // A power cut must not leave a checkpoint whose steps the log lacks.
             self.log.as_ref().map_or(Ok(()), Log::sync)?;
@@ -334,7 +363,7 @@ fn checkpoint(model: &Decoder, tokenizer: &Tokenizer, corpus: &str, step: usize)
     Ok(Checkpoint {
         config: serde_json::to_value(model.config())?,
         tokenizer: tokenizer.as_bytes().to_vec(),
-        tensors: model.tensors()?,
+        tensors: model.tensors(),
         metadata: metadata.into_iter().map(|(k, v)| (k.to_string(), v)).collect(),
     })
 }

@@ -28,6 +28,7 @@ use crate::{
     checkpoint::write_safetensors,
     config::{ModelConfig, TrainingConfig},
     data::Prepared,
+    device::kind,
     errors::Cause,
 };
 
@@ -133,11 +134,6 @@ impl RunKey {
         seed: u64,
         device: &Device,
     ) -> Result<Self> {
-        let device = match device {
-            Device::Cpu => "cpu",
-            Device::Cuda(_) => "cuda",
-            Device::Metal(_) => "metal",
-        };
         Ok(Self {
             run: run.into(),
             model: model.clone(),
@@ -146,7 +142,7 @@ impl RunKey {
             teacher: None,
             initial: None,
             seed,
-            device: device.into(),
+            device: kind(device).into(),
             revision: git_revision().into(),
         })
     }
@@ -290,7 +286,7 @@ fn refusal(differences: &[Difference], earlier: Earlier) -> Cause {
     if let [Difference { field, earlier, .. }] = differences
         && field == "settings.micro_batch"
     {
-        text += &format!("; with --micro-batch {earlier} it goes on");
+        text += &format!("; with micro_batch {earlier} it goes on");
     }
     Cause::AnotherFolder(text)
 }
@@ -355,7 +351,7 @@ mod tests {
         );
         let mut passes = now.clone();
         passes.settings["micro_batch"] = 16.into();
-        assert!(refused(&passes).ends_with("; with --micro-batch 16 it goes on"), "{}", refused(&passes));
+        assert!(refused(&passes).ends_with("; with micro_batch 16 it goes on"), "{}", refused(&passes));
         let mut many = one.clone();
         many.model.dropout += 0.1;
         many.seed = 2;

@@ -108,12 +108,12 @@ pub(crate) fn take_steps(training: &mut impl Steps, pace: &Pace) -> Result<bool>
         // A validation may be the first to meet weights that are not finite.
         training
             .after(&step)
-            .map_err(|e| if is_divergence(&e) { failed(e, pace.name, number, Some(loss)) } else { e })?;
+            .map_err(|e| if says_not_finite(&e) { failed(e, pace.name, number, Some(loss)) } else { e })?;
     }
 }
 
 /// Whether an error says that values are not finite.
-fn is_divergence(error: &Error) -> bool {
+fn says_not_finite(error: &Error) -> bool {
     // The last is how attention refuses gates out of their range, as one that is not finite is.
     let said = ["must be finite", "is not finite", "are not finite", "gates hold"];
     error.chain().any(|cause| said.iter().any(|text| cause.to_string().contains(text)))
@@ -122,7 +122,7 @@ fn is_divergence(error: &Error) -> bool {
 /// Adds the training and the step to an error of the step or of what follows it: as
 /// [`Cause::Diverged`] where the error says that values are not finite, else in words.
 pub(super) fn failed(error: Error, training: &str, step: usize, loss: Option<f64>) -> Error {
-    if is_divergence(&error) {
+    if says_not_finite(&error) {
         return error.context(Cause::Diverged { training: training.to_string(), step, loss });
     }
     error.context(format!("{training}, step {step} failed"))

@@ -4,6 +4,12 @@
 use std::fs;
 
 use candle_core::Device;
+use performer_lm::{
+    config::{ModelConfig, Preset, TrainingConfig},
+    data::prepare,
+    listener::Silent,
+    train::{RunOptions, Trainer},
+};
 use serde_json::Value;
 
 use super::program::{SHORT, command, fails, json, performer};
@@ -67,6 +73,22 @@ fn a_run_goes_on_from_another_folder() {
     fails(&at("", &["train", "--resume", "alone"]), &["texts/mine.txt"]);
     let named = at("", &["train", "--resume", "alone", "--data", "moved/texts/mine.txt", "--json"]);
     assert_eq!(json(&named)["steps"], 2);
+}
+
+/// A library may train on data that have no name on a command line.
+#[test]
+fn a_run_on_data_in_memory_goes_on_with_data_that_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = prepare(&SHORT.parse().unwrap(), 300, None, &Silent).unwrap();
+    let (model, training) = Preset::Seed.load().unwrap();
+    let model = ModelConfig { hidden_size: 16, heads: 2, kv_heads: 2, feed_forward_size: 32, context: 16, ..model };
+    let training = TrainingConfig { max_steps: Some(2), batch_size: 4, micro_batch: 4, ..training };
+    let out = dir.path().join("run");
+    Trainer::new(&model, &training, &data, RunOptions::new(&out)).unwrap().run().unwrap().expect("nobody stops it");
+    fails(&performer(dir.path(), &["train", "--resume", "run"]), &["made in memory: name them by --data"]);
+    let resume = |data: &str| performer(dir.path(), &["train", "--resume", "run", "--data", data, "--json"]);
+    fails(&resume("sample"), &["was trained on other data"]);
+    assert_eq!(json(&resume(SHORT))["steps"], 2);
 }
 
 #[test]

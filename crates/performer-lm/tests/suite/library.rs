@@ -1,10 +1,6 @@
 //! The crate as a library: what is here needs none of its features.
 
-use std::{
-    io::Write,
-    path::Path,
-    sync::{Mutex, atomic::AtomicBool},
-};
+use std::{io::Write, path::Path, sync::Mutex};
 
 use anyhow::{Context, Result};
 use candle_core::Device;
@@ -13,15 +9,18 @@ use performer_lm::{
     data::{DataSpec, prepare},
     errors::Cause,
     eval::evaluate,
-    listener::{Bar, Listener, Unit},
+    listener::{Bar, Listener, Silent, Unit},
     model::pretrained,
-    train::{Grid, RunOptions, Trainer, TrainingState, load_model},
+    train::{RunOptions, Trainer, TrainingState, load_model, saved_data},
 };
 
 use super::heap::peak;
 
 #[path = "../../examples/library.rs"]
 mod example;
+
+#[path = "../../examples/training.rs"]
+mod training;
 
 #[test]
 fn the_example_writes_a_sentence() -> Result<()> {
@@ -34,6 +33,19 @@ fn the_example_writes_a_sentence() -> Result<()> {
     let rest = text.strip_prefix("Once upon a time").context("the prompt comes first")?;
     assert!(rest.len() > 10 && rest.contains('.'), "{text}");
     assert_eq!(text, example::sentence(folder, "Once upon a time")?);
+    Ok(())
+}
+
+/// Texts in memory are trained on, and the model is converted, with what a library has by default.
+/// The run names no data.
+#[test]
+fn the_example_trains_on_texts_in_memory_and_converts() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (softmax, performer) = training::train_and_convert(folder.path(), 60, &Silent)?;
+    // Of 300 tokens, drawn alike, each would cost 5.7 nats.
+    assert!(softmax < 2.0 && performer < softmax + 0.5, "{softmax} and {performer}");
+    let saved = saved_data(&folder.path().join("softmax"))?;
+    assert_eq!((&saved.named, &saved.spec), (&None, &None));
     Ok(())
 }
 
@@ -92,18 +104,7 @@ fn a_model_is_trained_with_a_listener_evaluated_and_opened() -> Result<()> {
     let data = prepare(&DataSpec::Sample, 300, None, &kept)?;
     let (mut model, mut training) = Preset::Seed.load()?;
     (model.context, training.batch_size, training.max_steps) = (16, 4, Some(3));
-    let stop = AtomicBool::new(false);
-    let options = || RunOptions {
-        out: folder.path(),
-        overwrite: false,
-        data: "sample",
-        device: Device::Cpu,
-        threads: 2,
-        stop: &stop,
-        samples: false,
-        listener: &kept,
-        ranks: Grid::one(),
-    };
+    let options = || RunOptions { listener: &kept, ..RunOptions::new(folder.path()) };
     let report = Trainer::new(&model, &training, &data, options())?.run()?.context("nobody stopped it")?;
     // Another training would replace the model, which has to be allowed.
     let weights = std::fs::read(folder.path().join("model.safetensors"))?;

@@ -55,18 +55,7 @@ pub(crate) fn recipe(attention: &str) -> Result<(ModelConfig, TrainingConfig)> {
 }
 
 pub(crate) fn options<'a>(out: &'a Path, stop: &'a AtomicBool, ranks: Grid) -> RunOptions<'a> {
-    let device = Device::Cpu;
-    RunOptions {
-        out,
-        overwrite: true,
-        data: "sample",
-        device,
-        threads: 2,
-        stop,
-        samples: false,
-        listener: &Silent,
-        ranks,
-    }
+    RunOptions { overwrite: true, threads: 2, stop, ranks, ..RunOptions::new(out) }
 }
 
 /// Does something on so many ranks, and returns what each of them got.
@@ -283,7 +272,7 @@ fn a_comparison_does_not_depend_on_the_number_of_ranks() -> Result<()> {
             // The last makes every training diverge, which loses to the others on every rank.
             learning_rates: vec![1e-4, 1e-2, 1e30],
             out,
-            data: "sample".into(),
+            data: Some(DataSpec::Sample),
             device: Device::Cpu,
             threads: 1,
             stop: &stop,

@@ -2,8 +2,6 @@
 //! memory that grows with the square of the length, and weights that depend on the number of
 //! threads.
 
-use std::sync::atomic::AtomicBool;
-
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use performer_core::{Attention, AttentionConfig, Favor, FavorConfig, Inputs, Mask, Softmax, Windowed};
@@ -11,7 +9,7 @@ use performer_lm::{
     config::{ModelConfig, Preset, TrainingConfig},
     data::{Corpus, DataSpec, Prepared, TokenFile, Tokenizer},
     listener::Silent,
-    train::{Grid, RunOptions, Trainer},
+    train::{RunOptions, Trainer},
 };
 
 use super::heap::peak;
@@ -30,18 +28,7 @@ fn train(attention: &str, data: &Prepared, context: usize, training: TrainingCon
         dropout: 0.0,
         ..model
     };
-    let stop = AtomicBool::new(false);
-    let options = RunOptions {
-        out: dir.path(),
-        overwrite: true,
-        data: "tokens",
-        device: Device::Cpu,
-        threads: 2,
-        stop: &stop,
-        samples: false,
-        ranks: Grid::one(),
-        listener: &Silent,
-    };
+    let options = RunOptions { threads: 2, ..RunOptions::new(dir.path()) };
     let report = Trainer::new(&model, &training, data, options)?.run()?.context("nobody stopped the run")?;
     Ok(report.val_loss)
 }

@@ -14,7 +14,7 @@ use performer_lm::{
     config::{ModelConfig, Preset, TrainingConfig},
     data::{Corpus, DataSpec, Prepared, TokenFile, Tokenizer},
     listener::Silent,
-    train::{Grid, RunOptions, Trainer},
+    train::{RunOptions, Trainer},
 };
 use serde_json::json;
 
@@ -88,17 +88,7 @@ fn run(fixtures: &Path) -> Result<()> {
     let training = TrainingConfig { batch_size: 2, micro_batch: 2, epochs: 1, max_steps: Some(2), ..training };
     let out = fixtures.join("run");
     let stop = AtomicBool::new(true);
-    let options = RunOptions {
-        out: &out,
-        overwrite: true,
-        data: "tokens",
-        device: Device::Cpu,
-        threads: 1,
-        stop: &stop,
-        samples: false,
-        ranks: Grid::one(),
-        listener: &Silent,
-    };
+    let options = RunOptions { overwrite: true, threads: 1, stop: &stop, ..RunOptions::new(&out) };
     assert!(Trainer::new(&model, &training, &data, options)?.run()?.is_none(), "the run was to be stopped");
     fs::write(fixtures.join("training.json"), serde_json::to_vec_pretty(&training)?)?;
     Ok(())

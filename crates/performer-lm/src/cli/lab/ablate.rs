@@ -99,7 +99,7 @@ impl Args {
             features: self.features,
             runs: &runs,
             is_kept: self.common.out.is_some(),
-            data: self.data.spec().resolved().to_string(),
+            data: Some(self.data.spec().resolved()),
             device: machine.device.clone(),
             threads: machine.threads,
             stop,

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use candle_core::Device;
 
 use super::Common;
 use crate::{
     bench::{Effort, attention::Sweep},
     cli::{args::Machine, bench::ShapeArgs, output},
+    device::kind,
     lab::{Findings, crossover},
 };
 
@@ -53,22 +53,13 @@ impl Args {
     }
 }
 
-/// The name of a device's kind, as `--device` takes it.
-fn device_name(device: &Device) -> &'static str {
-    match device {
-        Device::Cpu => "cpu",
-        Device::Cuda(_) => "cuda",
-        Device::Metal(_) => "metal",
-    }
-}
-
 /// Runs the experiment in a process of its own. It measures one operation at a time on all threads,
 /// other experiments run passes side by side, and a process sets up its threads for one of the two.
 pub(super) fn apart(machine: &Machine, quick: bool) -> Result<Findings> {
     let program = std::env::current_exe().context("cannot find this program to start it again")?;
     let mut command = std::process::Command::new(program);
     command.args(["lab", "crossover", "--json", "--threads", &machine.threads.to_string()]);
-    command.args(["--device", device_name(&machine.device)]);
+    command.args(["--device", kind(&machine.device)]);
     if quick {
         command.args(["--tokens", "64,256", "--features", "16", "--milliseconds", "1"]);
     }

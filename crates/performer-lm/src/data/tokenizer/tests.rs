@@ -1,12 +1,8 @@
 use super::*;
-use crate::data::text::Text;
 use serde_json::json;
-use std::sync::Arc;
 
 pub(crate) fn documents(text: &str) -> Documents {
-    let text = Arc::new(Text::Embedded(text.to_string().leak()));
-    let spans = text.documents();
-    Documents::new(text, spans)
+    Documents::from_text(text.to_string())
 }
 
 /// Returns a small corpus with enough repetition for some merges.

@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use crate::seeds::{deviation, mean};
+
 /// A `Spread` summarises errors over draws. They are heavy-tailed, so that a mean says little
 /// without the median beside it.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -20,12 +22,9 @@ impl Spread {
     pub(crate) fn of(values: impl IntoIterator<Item = f64>) -> Self {
         let mut values: Vec<f64> = values.into_iter().collect();
         values.sort_by(f64::total_cmp);
-        let n = values.len() as f64;
-        let mean = values.iter().sum::<f64>() / n;
-        let squares = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>();
         Self {
-            mean,
-            deviation: (squares / (n - 1.0).max(1.0)).sqrt(),
+            mean: mean(&values),
+            deviation: deviation(&values),
             median: quantile(&values, 0.5),
             quartiles: (quantile(&values, 0.25), quantile(&values, 0.75)),
             draws: values.len(),

@@ -17,9 +17,10 @@ use crate::{
     config::{AttentionPattern, ModelConfig},
     listener::Listener,
     model::Decoder,
+    parallel::in_order,
     train::{
         AdamW, AdamWConfig, Checkpoint, Earlier, Gradients, Leg, Pace, RunKey, Schedule, Step, StepBar, Steps,
-        TrainingState, in_order, take_steps,
+        TrainingState, take_steps,
     },
 };
 
@@ -191,7 +192,7 @@ impl<'a> Setting<'a> {
             seed,
             recipe: self.recipe.clone(),
             data: self.source.describe(),
-            parameters: model.parameter_count()?,
+            parameters: model.parameter_count(),
             state_bytes: model.state_bytes()?,
             state_grows: model.config().growing_layers() > 0,
             seconds,
@@ -337,7 +338,7 @@ impl<'a> Lesson<'a> {
         }
         state.key = Some(key);
         let config = AdamWConfig { weight_decay: 0.01, ..Default::default() };
-        let mut optimizer = AdamW::new(model.named_parameters()?, config)?;
+        let mut optimizer = AdamW::new(model.named_parameters(), config)?;
         if let Some(moments) = moments {
             optimizer.load_state(&moments)?;
         }
@@ -387,7 +388,7 @@ impl Steps for Lesson<'_> {
             config: serde_json::to_value(self.model.config())?,
             // The symbols of a task need no tokenizer.
             tokenizer: b"{}".to_vec(),
-            tensors: self.model.tensors()?,
+            tensors: self.model.tensors(),
             metadata: Default::default(),
         };
         let state = TrainingState { optimizer: self.optimizer.state()?, progress: serde_json::to_value(&self.state)? };

@@ -227,7 +227,7 @@ fn attentions_start_from_equal_weights() {
     let setting = plan.setting(Task::Listops).unwrap();
     let weights = |attention: &str| -> BTreeMap<String, Vec<f32>> {
         let model = setting.model(&attention.parse().unwrap(), 7).unwrap();
-        let parameters = model.named_parameters().unwrap();
+        let parameters = model.named_parameters();
         parameters.into_iter().map(|(name, var)| (name, var.flatten_all().unwrap().to_vec1().unwrap())).collect()
     };
     let softmax = weights("softmax");
@@ -254,7 +254,7 @@ fn gradients_reach_every_parameter_of_a_bidirectional_model() {
     assert!(batch.mask.visible().is_some(), "lengths differ, so there is padding");
     for attention in bidirectional() {
         let model = setting.model(&attention, 3).unwrap();
-        let parameters: Vec<(String, Var)> = model.named_parameters().unwrap();
+        let parameters: Vec<(String, Var)> = model.named_parameters();
         let (loss, gradients) = Gradients::of_parts(1, 1, &parameters, |_| {
             Ok(model.losses_at(&batch.ids, &batch.mask, &batch.places, &batch.targets)?.mean_all()?)
         })

@@ -183,7 +183,7 @@ impl<'a> Trainer<'a> {
         let mut trainer = Self::assemble(model, state.training, data, options, state.step, lock)?;
         trainer.optimizer.load_state(&saved.optimizer)?;
         trainer.key.initial = key.initial;
-        if trainer.options.data == state.data_spec {
+        if trainer.options.data.map(DataSpec::to_string) == state.data_spec {
             trainer.data_from_here = state.data_from_here;
         }
         trainer.epoch_seconds = state.epoch_seconds;
@@ -202,11 +202,11 @@ impl<'a> Trainer<'a> {
         step: usize,
         lock: Option<Lock>,
     ) -> Result<Self> {
-        let optimizer = AdamW::new(model.named_parameters()?, training.optimizer)?;
+        let optimizer = AdamW::new(model.named_parameters(), training.optimizer)?;
         let batches = training_batches(model.config(), &training, data)?;
         let key = RunKey::of_training(model.config(), &training, data, &options.device)?;
         let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
-        let data_from_here = options.data.parse::<DataSpec>()?.path_from(options.out);
+        let data_from_here = options.data.and_then(|data| data.path_from(options.out));
         Ok(Self {
             model,
             optimizer,

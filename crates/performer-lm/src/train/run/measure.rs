@@ -87,7 +87,7 @@ impl Trainer<'_> {
             attention: config.pattern().kind().to_string(),
             attention_spec: config.attention_text(),
             seed: self.training.seed,
-            params: self.model.parameter_count()?,
+            params: self.model.parameter_count(),
             state_bytes: self.model.state_bytes()?,
             // A model that leaks cannot decode.
             state_grows: !config.leak && config.growing_layers() > 0,

@@ -69,7 +69,7 @@ fn teacher(data: &Prepared) -> Result<Pretrained> {
         context: 48,
         ..preset
     };
-    let mut tensors = Decoder::new(&config, 5, &Device::Cpu)?.tensors()?;
+    let mut tensors = Decoder::new(&config, 5, &Device::Cpu)?.tensors();
     for (name, tensor) in &mut tensors {
         if name.contains("q_proj") || name.contains("k_proj") {
             *tensor = (&*tensor * 12.0)?;
@@ -82,29 +82,18 @@ fn teacher(data: &Prepared) -> Result<Pretrained> {
 }
 
 fn plan<'a>(teacher: &'a Pretrained, attention: &str, out: &'a Path, stop: &'a AtomicBool) -> Plan<'a> {
+    let config = ModelConfig { attention: attention.parse().expect("an attention"), ..teacher.config.clone() };
     Plan {
-        teacher,
-        config: ModelConfig { attention: attention.parse().expect("an attention"), ..teacher.config.clone() },
-        out,
-        overwrite: false,
-        device: Device::Cpu,
-        threads: 2,
         stop,
+        threads: 2,
         calibrate_tokens: 1000,
-        balance: false,
         transfer_steps: 40,
-        transfer_rate: 1e-2,
-        drop_window: 0.0,
         batch_size: 4,
-        tuning: Some(Tuning { steps: 40, rate: 1e-3, distillation: 1.0, adapters: None }),
-        control: false,
+        tuning: Some(Tuning { rate: 1e-3, distillation: 1.0, ..Tuning::new(40) }),
         measure_tokens: 600,
-        second: None,
-        recall: Vec::new(),
         points: 2,
         seed: 3,
-        data: None,
-        listener: &Silent,
+        ..Plan::new(teacher, config, out)
     }
 }
 
@@ -325,7 +314,7 @@ fn layers_may_differ_and_what_cannot_be_is_refused() -> Result<()> {
     refused(&plan(&teacher, "softmax", other.path(), &stop), "no layer is to have another attention than softmax");
     refused(&plan(&teacher, "favor:m=9,map=learned", folder.path(), &stop), "another folder");
     let dropped = |attention, drop_window| Plan { drop_window, ..plan(&teacher, attention, other.path(), &stop) };
-    refused(&dropped("favor:m=8,map=learned", 0.5), "or switch none off (drop-window 0)");
+    refused(&dropped("favor:m=8,map=learned", 0.5), "or switch none off (drop_window 0)");
     refused(&dropped("favor:m=8,map=learned,window=4", 1.5), "a share, from 0 to 1");
     let base = || plan(&teacher, "favor:m=8,map=learned", other.path(), &stop);
     for transfer_rate in [0.0, -1.0, f64::NAN, f64::INFINITY] {
