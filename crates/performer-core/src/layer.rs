@@ -12,7 +12,7 @@ use candle_core::{Result, Shape, Tensor, bail};
 use candle_nn::{Init, Linear, VarBuilder, linear_b};
 
 use crate::{
-    attention::{Attention, Inputs, Mask, Segment, State},
+    attention::{Attention, Inputs, Mask, Segment, State, Tensors},
     ops,
 };
 use convolutions::{Around, CONVOLUTIONS, K, LastRows, Q, V, filters};
@@ -509,7 +509,7 @@ impl MultiHeadAttention {
 
     /// What the attention is given of `x` and of `context`, which is `x` itself if there is none;
     /// the first token stands at position `start`.
-    fn project(&self, x: &Tensor, context: Option<&Tensor>, start: usize, mut around: Around<'_>) -> Result<Projected> {
+    fn project(&self, x: &Tensor, context: Option<&Tensor>, start: usize, mut around: Around<'_>) -> Result<Tensors> {
         let c = &self.config;
         for (name, t) in [("x", Some(x)), ("context", context)] {
             if let Some(t) = t
@@ -534,7 +534,7 @@ impl MultiHeadAttention {
         let k = split(K, &self.k_proj, keys, c.kv_heads, self.rotary.as_ref())?;
         let v = split(V, &self.v_proj, keys, c.kv_heads, None)?;
         let gates = self.gate.as_ref().map(|gate| gates(gate, keys)).transpose()?;
-        Ok(Projected { q, k, v, gates })
+        Ok(Tensors { q, k, v, gates })
     }
 
     /// The layer's output for `x`, of the attention's outputs `(B, H, T, D)`.
@@ -553,21 +553,3 @@ impl MultiHeadAttention {
 
 /// ε of the norm of outputs.
 const OUTPUT_NORM_EPS: f64 = 1e-5;
-
-/// What a layer gives to its attention.
-struct Projected {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Option<Tensor>,
-}
-
-impl Projected {
-    fn inputs(&self) -> Inputs<'_> {
-        let inputs = Inputs::new(&self.q, &self.k, &self.v);
-        match &self.gates {
-            Some(gates) => inputs.with_gates(gates),
-            None => inputs,
-        }
-    }
-}

@@ -3,7 +3,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::{Attention, Identity, Inputs, Mask, Memory, Path, Segment, State, StateRecord, inputs::Sizes};
+use super::{Attention, Identity, Inputs, Mask, Memory, Path, Segment, State, StateRecord, Tensors, inputs::Sizes};
 use crate::{ops, projection::derive_seed};
 
 /// Attention whose heads are divided among several attentions, in order and equally: of 4 key heads
@@ -31,20 +31,6 @@ pub struct ByHead {
     groups: Vec<Box<dyn Attention>>,
     /// The groups' identities when they were built, loaded or redrawn, and the whole's of then.
     identity: (Vec<Identity>, Identity),
-}
-
-/// The tensors of one group's heads.
-struct Group {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Option<Tensor>,
-}
-
-impl Group {
-    fn inputs(&self) -> Inputs<'_> {
-        Inputs::new(&self.q, &self.k, &self.v).with_gates_of(self.gates.as_ref())
-    }
 }
 
 impl ByHead {
@@ -79,7 +65,7 @@ impl ByHead {
     }
 
     /// Divides the heads of inputs among the groups.
-    fn divide(&self, inputs: Inputs<'_>, sizes: Sizes) -> Result<Vec<Group>> {
+    fn divide(&self, inputs: Inputs<'_>, sizes: Sizes) -> Result<Vec<Tensors>> {
         let n = self.groups.len();
         if !sizes.key_heads.is_multiple_of(n) {
             bail!(
@@ -91,7 +77,7 @@ impl ByHead {
         let part = |x: &Tensor, heads: usize, g: usize| ops::narrow(x, 1, g * (heads / n), heads / n);
         (0..n)
             .map(|g| {
-                Ok(Group {
+                Ok(Tensors {
                     q: part(inputs.q, sizes.heads, g)?,
                     k: part(inputs.k, sizes.key_heads, g)?,
                     v: part(inputs.v, sizes.key_heads, g)?,
@@ -108,7 +94,7 @@ impl ByHead {
 
     /// Lets every group go on from its own state, after all that one of them could refuse has been
     /// looked at: none goes on where another does not.
-    fn extend_groups(&self, parts: &[Group], past: usize, states: &mut States) -> Result<Vec<Tensor>> {
+    fn extend_groups(&self, parts: &[Tensors], past: usize, states: &mut States) -> Result<Vec<Tensor>> {
         let counted: Vec<usize> = states.groups.iter().map(State::tokens).collect();
         if counted.len() != self.groups.len() || counted.iter().any(|&tokens| tokens != past) {
             bail!(

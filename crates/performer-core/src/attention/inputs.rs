@@ -214,29 +214,41 @@ fn require_beside(q: &Tensor, name: &str, t: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// The inputs of a call in the type of its computation: logarithms of denominators need more digits
-/// than half types have.
-pub(super) struct Wide {
-    pub(super) q: Tensor,
-    pub(super) k: Tensor,
-    pub(super) v: Tensor,
-    pub(super) gates: Option<Tensor>,
+/// Tensors that own what [`Inputs`] borrow.
+pub(crate) struct Tensors {
+    pub(crate) q: Tensor,
+    pub(crate) k: Tensor,
+    pub(crate) v: Tensor,
+    pub(crate) gates: Option<Tensor>,
 }
 
-impl Wide {
-    pub(super) fn of(inputs: Inputs<'_>) -> Result<Self> {
-        let wide = compute_dtype(inputs.q.dtype());
-        let widen = |x| ops::to_dtype(x, wide);
-        let gates = inputs.gates.map(widen).transpose()?;
-        Ok(Self { q: widen(inputs.q)?, k: widen(inputs.k)?, v: widen(inputs.v)?, gates })
-    }
-
-    pub(super) fn inputs(&self) -> Inputs<'_> {
+impl Tensors {
+    pub(crate) fn inputs(&self) -> Inputs<'_> {
         Inputs::new(&self.q, &self.k, &self.v).with_gates_of(self.gates.as_ref())
     }
 }
 
-/// The tensor with contiguous rows, as all kernels read it.
-pub(super) fn rows(x: &Tensor) -> Result<Tensor> {
+impl Inputs<'_> {
+    /// Does the same with each of the tensors.
+    pub(super) fn map(self, change: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensors> {
+        let gates = self.gates.map(&change).transpose()?;
+        Ok(Tensors { q: change(self.q)?, k: change(self.k)?, v: change(self.v)?, gates })
+    }
+
+    /// The inputs in the type of their computation: logarithms of denominators need more digits than
+    /// half types have.
+    pub(super) fn widened(self) -> Result<Tensors> {
+        let wide = compute_dtype(self.q.dtype());
+        self.map(|x| ops::to_dtype(x, wide))
+    }
+
+    /// Queries, keys and values with contiguous rows, as all kernels read them.
+    pub(super) fn contiguous_rows(self) -> Result<[Tensor; 3]> {
+        Ok([contiguous_rows(self.q)?, contiguous_rows(self.k)?, contiguous_rows(self.v)?])
+    }
+}
+
+/// A tensor `(B, H, T, D)` with contiguous rows, as all kernels read it.
+pub(super) fn contiguous_rows(x: &Tensor) -> Result<Tensor> {
     if x.dim(D::Minus1)? == 1 || x.stride()[3] == 1 { Ok(x.clone()) } else { ops::contiguous(x) }
 }

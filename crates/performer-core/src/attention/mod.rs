@@ -129,6 +129,7 @@ pub use by_head::ByHead;
 pub use config::AttentionConfig;
 pub use favor::{Favor, FavorConfig, SegmentSums};
 pub use identity::Identity;
+pub(crate) use inputs::Tensors;
 pub use inputs::{Inputs, Sizes};
 pub use mask::Mask;
 pub use parts::LayerParts;
@@ -185,9 +186,7 @@ pub trait Attention: fmt::Debug + Send + Sync {
         let (identity, dtype) = (self.identity()?, inputs.q.dtype());
         state.check(&identity, sizes, dtype)?;
         let before = state.tokens();
-        let (q, k, v) = (inputs.q.detach(), inputs.k.detach(), inputs.v.detach());
-        let gates = inputs.gates.map(Tensor::detach);
-        let out = self.advance(Inputs { q: &q, k: &k, v: &v, gates: gates.as_ref() }, state)?;
+        let out = self.advance(inputs.map(|x| Ok(x.detach()))?.inputs(), state)?;
         state.count(before, identity, sizes, dtype);
         Ok(out)
     }

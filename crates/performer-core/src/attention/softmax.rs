@@ -10,7 +10,7 @@ use super::{
     Attention, Identity, Inputs, Mask, Memory, Path, Segment, State, StateRecord,
     exact::{Exact, check_sinks, check_window},
     gates,
-    inputs::{Sizes, rows},
+    inputs::{Sizes, contiguous_rows},
     layout::{FLOOR, Folded, Rows, values_and_one},
     state::bytes_of,
 };
@@ -57,7 +57,7 @@ impl Softmax {
     /// Lets each query also see the first `sinks` tokens of the sequence that came before it,
     /// however far they are: attention sinks (Xiao et al. 2023,
     /// <https://arxiv.org/abs/2309.17453>), on which trained models lay weight that they have no
-    /// other use for. The decoding state has as many more keys and values. Sinks are positions: one
+    /// other use for. The decoding state has that many more keys and values. Sinks are positions: one
     /// that a mask hides is hidden, and no other token takes its place. Forget gates act on sinks
     /// as on every key.
     ///
@@ -96,20 +96,19 @@ impl Softmax {
         if sizes.is_empty() {
             return sizes.zeros(inputs.q);
         }
-        let Inputs { q, k, v, .. } = inputs;
         match self.kernel(inputs) {
             Ok(Kernel::Cpu) => {
                 let visible = mask.visible_flags(sizes.batch)?;
                 let seen = softmax::Seen { offset, window: self.window, sinks: self.sinks, visible };
                 inputs.gates.map(gates::check).transpose()?;
-                softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, inputs.gates, seen, false)
+                softmax::softmax(inputs.contiguous_rows()?.each_ref(), inputs.gates, seen, false)
             }
             #[cfg(feature = "cuda")]
             Ok(Kernel::Cuda) => {
                 let (window, sinks) = (self.window, self.sinks);
-                let visible = mask.visible_of(sizes.batch, q.device())?;
+                let visible = mask.visible_of(sizes.batch, inputs.q.device())?;
                 let seen = kernels::cuda::softmax::Seen { offset, window, sinks, visible };
-                kernels::cuda::softmax::softmax([&rows(q)?, &rows(k)?, &rows(v)?], inputs.gates, seen)
+                kernels::cuda::softmax::softmax(inputs.contiguous_rows()?.each_ref(), inputs.gates, seen)
             }
             Err(_) => {
                 let folded = Folded::new(inputs, mask)?;
@@ -154,22 +153,21 @@ impl Softmax {
         offset: usize,
         (window, sinks): (usize, usize),
     ) -> Result<(Tensor, Tensor)> {
-        let Inputs { q, k, v, .. } = inputs;
-        let (offset, window) = (Some(offset), Some(window));
+        let (q, offset, window) = (inputs.q, Some(offset), Some(window));
         match self.kernel(inputs) {
             Ok(Kernel::Cpu) => {
-                let dv = v.dim(3)?;
+                let dv = inputs.v.dim(3)?;
                 let visible = mask.visible_flags(q.dim(0)?)?;
                 let seen = softmax::Seen { offset, window, sinks, visible };
                 inputs.gates.map(gates::check).transpose()?;
-                let rows = softmax::softmax(&rows(q)?, &rows(k)?, &rows(v)?, inputs.gates, seen, true)?;
+                let rows = softmax::softmax(inputs.contiguous_rows()?.each_ref(), inputs.gates, seen, true)?;
                 Ok((ops::narrow(&rows, 3, 0, dv)?, ops::narrow(&rows, 3, dv, 1)?))
             }
             #[cfg(feature = "cuda")]
             Ok(Kernel::Cuda) if q.dtype() == candle_core::DType::F32 => {
                 let visible = mask.visible_of(q.dim(0)?, q.device())?;
                 let seen = kernels::cuda::softmax::Seen { offset, window, sinks, visible };
-                kernels::cuda::softmax::softmax_with_logs([&rows(q)?, &rows(k)?, &rows(v)?], inputs.gates, seen)
+                kernels::cuda::softmax::softmax_with_logs(inputs.contiguous_rows()?.each_ref(), inputs.gates, seen)
             }
             _ => {
                 let folded = Folded::new(inputs, mask)?;
@@ -226,7 +224,7 @@ impl Attention for Softmax {
         // The new part, before the cache is touched.
         inputs.check_finite()?;
         if let Some(window) = self.window {
-            return self.advance_window(inputs, sizes, state, window);
+            return self.advance_window(inputs, state, window);
         }
         let past = state.tokens();
         let memory = state.take::<KeysAndValues>()?;
@@ -238,14 +236,8 @@ impl Attention for Softmax {
         let mut memory = memory.unwrap_or_else(|| KeysAndValues::new(sizes.keys));
         let gates_before = memory.gates.clone();
         let appended = memory.append(k, v, inputs.gates, past);
-        let out = appended.and_then(|(k, v)| {
-            let all = Inputs::new(q, &k, &v).with_gates_of(memory.gates.as_ref());
-            // Keys and values were checked when they came.
-            if sizes.queries == 1 && matches!(self.kernel(all), Ok(Kernel::Cpu)) {
-                return softmax::step(&rows(q)?, &k, &v, all.gates);
-            }
-            self.attend(all, all.sizes()?, &Mask::full(), Some(past))
-        });
+        let out =
+            appended.and_then(|(k, v)| self.attend_last(Inputs::new(q, &k, &v).with_gates_of(memory.gates.as_ref())));
         if out.is_err() {
             memory.cut(past, gates_before)?;
         }
@@ -281,8 +273,18 @@ impl Softmax {
         Ok(sizes)
     }
 
+    /// Computes attention of the last tokens, whose queries these are, to all keys. Keys and values
+    /// were checked when they came.
+    fn attend_last(&self, all: Inputs<'_>) -> Result<Tensor> {
+        let sizes = all.sizes()?;
+        if sizes.queries == 1 && matches!(self.kernel(all), Ok(Kernel::Cpu)) {
+            return softmax::step(&contiguous_rows(all.q)?, all.k, all.v, all.gates);
+        }
+        self.attend(all, sizes, &Mask::full(), Some(sizes.keys - sizes.queries))
+    }
+
     /// Computes [`Attention::advance`] where there is a window. Nothing is empty.
-    fn advance_window(&self, inputs: Inputs<'_>, sizes: Sizes, state: &mut State, window: usize) -> Result<Tensor> {
+    fn advance_window(&self, inputs: Inputs<'_>, state: &mut State, window: usize) -> Result<Tensor> {
         state.require_memory()?;
         state.advance_with(|past: Option<&LastKeysAndValues>| {
             if let Some(past) = past {
@@ -291,12 +293,7 @@ impl Softmax {
             let seen = Exact::append(past.map(|past| &past.0), inputs)?;
             let gates = seen.gates_with_missing(self.sinks)?;
             let inputs = Inputs::new(inputs.q, &seen.keys, &seen.values).with_gates_of(gates.as_ref());
-            let fused = matches!(self.kernel(inputs), Ok(Kernel::Cpu));
-            let out = if sizes.queries == 1 && fused {
-                softmax::step(&rows(inputs.q)?, &seen.keys, &seen.values, inputs.gates)?
-            } else {
-                self.attend(inputs, inputs.sizes()?, &Mask::full(), Some(seen.len()? - sizes.queries))?
-            };
+            let out = self.attend_last(inputs)?;
             // The next token sees these and itself.
             Ok((out, LastKeysAndValues(seen.keep(self.sinks, window - 1)?)))
         })

@@ -13,10 +13,9 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{
-    Attention, Favor, Identity, Inputs, Mask, Memory, Path, Segment, Softmax, State, StateRecord,
+    Attention, Favor, Identity, Inputs, Mask, Memory, Path, Segment, Softmax, State, StateRecord, Tensors,
     exact::{Exact, check_sinks, check_window},
     gates,
-    inputs::Wide,
     layout::join,
 };
 use crate::{features::Features, ops};
@@ -108,12 +107,20 @@ fn check_causal(mask: &Mask) -> Result<()> {
     Ok(())
 }
 
+/// The queries from `query` on, and the keys, values and gates from `key` on: `count` of each.
+fn part(of: Inputs<'_>, query: usize, key: usize, count: usize) -> Result<Tensors> {
+    let gates = of.gates.map(|gates| tokens(gates, key, count)).transpose()?;
+    Ok(Tensors { q: tokens(of.q, query, count)?, k: tokens(of.k, key, count)?, v: tokens(of.v, key, count)?, gates })
+}
+
 /// Adds to the logarithms `(B, H, T − W, 1)` of the far part's denominators the sums of the gates
-/// within each query's window: the far part only has the gates up to the last token before it.
-fn forget(logs: Tensor, gates: Option<&Tensor>, window: usize) -> Result<Tensor> {
+/// within each query's window: the far part only has the gates up to the last token before it. The
+/// far part begins with key `first`.
+fn forget(logs: Tensor, gates: Option<&Tensor>, first: usize, window: usize) -> Result<Tensor> {
     let Some(gates) = gates else { return Ok(logs) };
+    let gates = tokens(gates, first, gates.dim(2)? - first)?;
     let heads = logs.dim(1)?;
-    ops::add(&logs, &gates::for_queries(&gates::sums_of_window(gates, window)?, heads)?)
+    ops::add(&logs, &gates::for_queries(&gates::sums_of_window(&gates, window)?, heads)?)
 }
 
 impl Attention for Windowed {
@@ -126,19 +133,15 @@ impl Attention for Windowed {
         let (w, n, t) = (self.window, self.sinks, sizes.queries);
         let dtype = inputs.q.dtype();
         let gates = gates::moved_to_visible(inputs, mask)?;
-        let wide = Wide::of(inputs.with_gates_of(gates.as_ref()))?;
+        let wide = inputs.with_gates_of(gates.as_ref()).widened()?;
         let (near, near_log) = self.near.with_logs(wide.inputs(), mask, 0, (w, n))?;
-        let Wide { q, k, v, gates } = wide;
         if t <= w + n {
             return ops::to_dtype(&near, dtype);
         }
         let far = t - w - n;
-        let (far_q, far_k, far_v) = (tokens(&q, w + n, far)?, tokens(&k, n, far)?, tokens(&v, n, far)?);
-        let gates = gates.as_ref().map(|gates| tokens(gates, n, t - n)).transpose()?;
-        let far_gates = gates.as_ref().map(|gates| tokens(gates, 0, far)).transpose()?;
-        let far_inputs = Inputs::new(&far_q, &far_k, &far_v).with_gates_of(far_gates.as_ref());
-        let (rows, logs) = self.far.with_logs(far_inputs, &mask.of_keys(n, far)?, None)?;
-        let logs = forget(logs, gates.as_ref(), w)?;
+        let of_far = part(wide.inputs(), w + n, n, far)?;
+        let (rows, logs) = self.far.with_logs(of_far.inputs(), &mask.of_keys(n, far)?, None)?;
+        let logs = forget(logs, wide.gates.as_ref(), n, w)?;
         let joined = join((&tokens(&near, w + n, far)?, &tokens(&near_log, w + n, far)?), (&rows, &logs))?;
         ops::to_dtype(&ops::cat(&[&tokens(&near, 0, w + n)?, &joined], 2)?, dtype)
     }
@@ -153,7 +156,7 @@ impl Attention for Windowed {
             return sizes.zeros(inputs.q);
         }
         let (w, t, dtype) = (self.window, sizes.queries, inputs.q.dtype());
-        let wide = Wide::of(inputs)?;
+        let wide = inputs.widened()?;
         let (own, q) = (wide.inputs(), &wide.q);
         let seen = Exact::in_segment(own, segment, w)?;
         let all = seen.len()?;
@@ -166,15 +169,12 @@ impl Attention for Windowed {
             self.far.no_sums(own)?.before(segment, has_far)?;
             return ops::to_dtype(&near, dtype);
         }
-        let (far_q, far_k, far_v) =
-            (tokens(q, first, far)?, tokens(&seen.keys, 0, far)?, tokens(&seen.values, 0, far)?);
-        let far_gates = seen.gates.as_ref().map(|gates| tokens(gates, 0, far)).transpose()?;
-        let far_inputs = Inputs::new(&far_q, &far_k, &far_v).with_gates_of(far_gates.as_ref());
-        let (rows, logs) = match self.far.sums_of_segment(far_inputs)?.before(segment, has_far)? {
-            Some(before) => self.far.after_with_logs(far_inputs, &before)?,
-            None => self.far.with_logs(far_inputs, &Mask::causal(), None)?,
+        let of_far = part(near_inputs, first, 0, far)?;
+        let (rows, logs) = match self.far.sums_of_segment(of_far.inputs())?.before(segment, has_far)? {
+            Some(before) => self.far.after_with_logs(of_far.inputs(), &before)?,
+            None => self.far.with_logs(of_far.inputs(), &Mask::causal(), None)?,
         };
-        let logs = forget(logs, seen.gates.as_ref(), w)?;
+        let logs = forget(logs, seen.gates.as_ref(), 0, w)?;
         let joined = join((&tokens(&near, first, far)?, &tokens(&near_log, first, far)?), (&rows, &logs))?;
         let out = if first == 0 { joined } else { ops::cat(&[&tokens(&near, 0, first)?, &joined], 2)? };
         ops::to_dtype(&out, dtype)
@@ -202,7 +202,7 @@ impl Attention for Windowed {
     fn path(&self, inputs: Inputs<'_>, mask: &Mask) -> Result<Path> {
         check_causal(mask)?;
         inputs.sizes_under(mask)?;
-        let wide = Wide::of(inputs)?;
+        let wide = inputs.widened()?;
         Ok(self.near.path_with_logs(wide.inputs()).slower(self.far.path_with_logs(wide.inputs(), mask)?))
     }
 
@@ -244,27 +244,24 @@ impl Windowed {
     /// empty.
     fn attend(&self, inputs: Inputs<'_>, past: Option<&Window>) -> Result<(Tensor, Window)> {
         let dtype = inputs.q.dtype();
-        let wide = Wide::of(inputs)?;
+        let wide = inputs.widened()?;
         let q = &wide.q;
         if let Some(past) = past {
             past.exact.require_at_most(self.window + self.sinks)?;
         }
         let exact = Exact::append(past.map(|past| &past.exact), wide.inputs())?;
         let mut far = past.map_or_else(State::new, |past| past.far.clone());
-        let (k, v, gates) = (&exact.keys, &exact.values, exact.gates_with_missing(self.sinks)?);
+        let gates = exact.gates_with_missing(self.sinks)?;
         let (w, n, t, all) = (self.window, self.sinks, q.dim(2)?, exact.len()?);
-        let near_inputs = Inputs::new(q, k, v).with_gates_of(gates.as_ref());
+        let near_inputs = Inputs::new(q, &exact.keys, &exact.values).with_gates_of(gates.as_ref());
         let (mut out, near_log) = self.near.with_logs(near_inputs, &Mask::full(), all - t, (w, n))?;
         // Keys that leave the window, one with each of the last queries.
         let leaving = all.saturating_sub(w + n);
         if leaving > 0 {
             let first = t - leaving;
-            let (far_q, far_k, far_v) = (tokens(q, first, leaving)?, tokens(k, n, leaving)?, tokens(v, n, leaving)?);
-            let gates = exact.gates.as_ref().map(|gates| tokens(gates, n, all - n)).transpose()?;
-            let far_gates = gates.as_ref().map(|gates| tokens(gates, 0, leaving)).transpose()?;
-            let inputs = Inputs::new(&far_q, &far_k, &far_v).with_gates_of(far_gates.as_ref());
-            let (rows, logs) = self.far.with_logs(inputs, &Mask::causal(), Some(&mut far))?;
-            let logs = forget(logs, gates.as_ref(), w)?;
+            let of_far = part(near_inputs.with_gates_of(exact.gates.as_ref()), first, n, leaving)?;
+            let (rows, logs) = self.far.with_logs(of_far.inputs(), &Mask::causal(), Some(&mut far))?;
+            let logs = forget(logs, exact.gates.as_ref(), n, w)?;
             let near = (&tokens(&out, first, leaving)?, &tokens(&near_log, first, leaving)?);
             let joined = join(near, (&rows, &logs))?;
             out = if first == 0 { joined } else { Tensor::cat(&[&tokens(&out, 0, first)?, &joined], 2)? };

@@ -210,42 +210,32 @@ impl FeatureMapKind {
         if head_dim == 0 {
             bail!("feature map {self}: head_dim is 0; it must be at least 1");
         }
-        let random = match (self.is_random(), random) {
-            (true, None) => {
+        let given = || -> Result<RandomParameters> {
+            let Some(random) = random else {
                 bail!("feature map {self} is random and needs a projection (M, {head_dim}); none was given")
-            }
-            (true, Some(r)) => {
-                r.check(self, head_dim)?;
-                r.clone()
-            }
-            (false, _) => return self.build_deterministic(head_dim, device),
+            };
+            random.check(self, head_dim)?;
+            Ok(random.clone())
         };
-        let projection = random.projection;
         Ok(match self {
-            Self::Positive => Box::new(Positive::new(projection)?),
-            Self::Hyperbolic => Box::new(Hyperbolic::new(projection)?),
-            Self::Trigonometric => Box::new(Trigonometric::new(projection)?),
+            Self::Positive => Box::new(Positive::new(given()?.projection)?),
+            Self::Hyperbolic => Box::new(Hyperbolic::new(given()?.projection)?),
+            Self::Trigonometric => Box::new(Trigonometric::new(given()?.projection)?),
             Self::Phase | Self::GaussianPhase => {
-                let Some(offsets) = random.offsets else {
+                let RandomParameters { projection, offsets } = given()?;
+                let Some(offsets) = offsets else {
                     bail!("feature map {self} needs phase offsets ({}); none were given", projection.dims()[0])
                 };
                 Box::new(Phase::new(projection, offsets, self == Self::Phase)?)
             }
-            Self::Relu => Box::new(Relu::new(projection)?),
-            Self::HermiteTail => Box::new(HermiteTail::new(projection)?),
-            Self::Optimal | Self::Dense | Self::Learned => Box::new(fit::unfitted(self, &projection)?),
-            Self::Hedgehog => Box::new(Hedgehog::new(&projection)?),
-            Self::Elu | Self::Exp | Self::Taylor2 | Self::Limit(_) => unreachable!("deterministic maps returned above"),
-        })
-    }
-
-    fn build_deterministic(self, head_dim: usize, device: &Device) -> Result<Box<dyn FeatureMap>> {
-        Ok(match self {
+            Self::Relu => Box::new(Relu::new(given()?.projection)?),
+            Self::HermiteTail => Box::new(HermiteTail::new(given()?.projection)?),
+            Self::Optimal | Self::Dense | Self::Learned => Box::new(fit::unfitted(self, &given()?.projection)?),
+            Self::Hedgehog => Box::new(Hedgehog::new(&given()?.projection)?),
             Self::Elu => Box::new(Elu::new(head_dim)),
             Self::Exp => Box::new(Exp::new(head_dim, device)?),
             Self::Taylor2 => Box::new(Taylor2::new(head_dim, device)?),
             Self::Limit(n) => Box::new(Limit::new(n, head_dim, device)?),
-            _ => bail!("feature map {self} is random"),
         })
     }
 }

@@ -85,14 +85,7 @@ pub(crate) struct Seen {
 /// empty. A row that sees no key is zero. With `logs`, each row ends with the logarithm of its
 /// denominator `Σ_j e^{q·k_j/√D}`, `−1e37` where no key is seen: `(B, H, Tq, Dv + 1)`. `gates`
 /// `(B, Hkv, Tk)` need an offset.
-pub(crate) fn softmax(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    gates: Option<&Tensor>,
-    seen: Seen,
-    logs: bool,
-) -> Result<Tensor> {
+pub(crate) fn softmax([q, k, v]: [&Tensor; 3], gates: Option<&Tensor>, seen: Seen, logs: bool) -> Result<Tensor> {
     let softmax = Softmax { seen, with_logs: logs, denominators: OnceLock::new() };
     let Some(gates) = gates else { return apply(softmax, [q, k, v]) };
     apply_beside(GatedSoftmax(softmax), [q, k, v], &[&ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?])

@@ -28,8 +28,8 @@ pub(super) struct Call<'a> {
     /// Whether the logarithms of the denominators are wanted as well. Features must be positive
     /// then.
     pub(super) logs: bool,
-    /// Whether it goes on from a state; and whether the state has seen tokens.
-    pub(super) decoding: Option<Begun>,
+    /// Whether it goes on from a state that has seen tokens.
+    pub(super) begun: bool,
 }
 
 impl Call<'_> {
@@ -68,13 +68,6 @@ pub(super) fn check_heads(fitted: usize, k: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Whether a state has seen tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Begun {
-    Yes,
-    No,
-}
-
 /// What a call returns.
 pub(super) struct Output {
     /// Attention, `(B, H, Tq, Dv)`.
@@ -86,12 +79,6 @@ pub(super) struct Output {
 
 /// A way of computing FAVOR for one feature map.
 pub(super) trait Backend: fmt::Debug + Send + Sync {
-    /// Where it runs.
-    fn path(&self) -> Path;
-
-    /// Why it does not take a call, or `None` if it does.
-    fn refusal(&self, call: &Call<'_>) -> Option<String>;
-
     /// Computes attention in one pass, with gradients.
     fn forward(&self, call: &Call<'_>) -> Result<Output>;
 
@@ -100,10 +87,20 @@ pub(super) trait Backend: fmt::Debug + Send + Sync {
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output>;
 }
 
-/// All backends for one feature map, the fastest first. The last takes everything.
+/// A backend of fused kernels for a kind of device, which does not take every call.
+pub(super) trait Fused: Backend {
+    /// The name of the kind of device.
+    fn device(&self) -> &'static str;
+
+    /// Why it does not take a call, or `None` if it does.
+    fn refusal(&self, call: &Call<'_>) -> Option<String>;
+}
+
+/// All backends for one feature map: fused kernels, of which the first that takes a call computes
+/// it, and composed operations, which take what is left.
 #[derive(Debug)]
 pub(super) struct Backends {
-    fused: Vec<Box<dyn Backend>>,
+    fused: Vec<Box<dyn Fused>>,
     composed: Composed,
 }
 
@@ -111,7 +108,7 @@ impl Backends {
     /// Prepares the kernels for `map`: this is where its numbers are brought into their layouts.
     pub(super) fn new(map: &dyn FeatureMap, chunk: usize) -> Result<Self> {
         check_forms(map)?;
-        let fused: Vec<Box<dyn Backend>> = vec![
+        let fused: Vec<Box<dyn Fused>> = vec![
             Box::new(Cpu::new(map)?),
             #[cfg(feature = "cuda")]
             Box::new(Cuda::new(map)?),
@@ -133,17 +130,21 @@ impl Backends {
 
     /// The backend that takes a call.
     pub(super) fn choose(&self, call: &Call<'_>) -> &dyn Backend {
-        let mut fused = self.fused.iter().map(|backend| &**backend);
-        fused.find(|backend| backend.refusal(call).is_none()).unwrap_or(&self.composed)
+        match self.fused.iter().find(|backend| backend.refusal(call).is_none()) {
+            Some(backend) => &**backend,
+            None => &self.composed,
+        }
     }
 
     /// The path that a call takes; if it is composed, why.
     pub(super) fn path(&self, call: &Call<'_>) -> Path {
-        let chosen = self.choose(call).path();
-        if chosen.is_fused() {
-            return chosen;
+        let mut refusals = Vec::new();
+        for backend in &self.fused {
+            match backend.refusal(call) {
+                None => return Path::Fused { device: backend.device() },
+                Some(why) => refusals.push(why),
+            }
         }
-        let why: Vec<String> = self.fused.iter().filter_map(|backend| backend.refusal(call)).collect();
-        Path::Composed { why: if why.is_empty() { "it was asked for".into() } else { why.join("; ") } }
+        Path::Composed { why: if refusals.is_empty() { "it was asked for".into() } else { refusals.join("; ") } }
     }
 }

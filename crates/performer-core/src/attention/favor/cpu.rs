@@ -6,11 +6,11 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{
-    backend::{Backend, Begun, Call, Output, check_heads, trained_parameters},
+    backend::{Backend, Call, Fused, Output, check_heads, trained_parameters},
     ready::{Ready, ReadyForm},
 };
 use crate::{
-    attention::{Memory, Path, State, StateRecord, gates, inputs::rows},
+    attention::{Memory, State, StateRecord, gates},
     features::{ExponentialForm, FeatureMap},
     kernels::{
         self,
@@ -112,9 +112,9 @@ impl Cpu {
     }
 }
 
-impl Backend for Cpu {
-    fn path(&self) -> Path {
-        Path::Fused { device: "CPU" }
+impl Fused for Cpu {
+    fn device(&self) -> &'static str {
+        "CPU"
     }
 
     fn refusal(&self, call: &Call<'_>) -> Option<String> {
@@ -127,26 +127,24 @@ impl Backend for Cpu {
             None
         }
     }
+}
 
+impl Backend for Cpu {
     fn forward(&self, call: &Call<'_>) -> Result<Output> {
-        let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
-        let (sizes, causal) = (call.sizes, call.mask.is_causal());
+        let (inputs, sizes, causal) = (call.inputs, call.sizes, call.mask.is_causal());
         let visible = || call.mask.visible_flags(sizes.batch);
-        let gates = call.inputs.gates;
+        let gates = inputs.gates;
         gates.map(gates::check).transpose()?;
         let rows = match &self.source {
             Source::Constant(maps) => {
-                check_heads(maps.len(), k)?;
+                check_heads(maps.len(), inputs.k)?;
                 let form = Form { maps: Arc::clone(maps), logs: call.logs };
-                match gates {
-                    None => favor::favor(&form, &rows(q)?, &rows(k)?, &rows(v)?, visible()?, causal)?,
-                    Some(gates) => favor::gated(form, [&rows(q)?, &rows(k)?, &rows(v)?], gates, visible()?)?,
-                }
+                favor::favor(form, inputs.contiguous_rows()?.each_ref(), gates, visible()?, causal)?
             }
             Source::Trained => {
                 let trained = parameters(call.map)?;
-                check_heads(trained.maps().len(), k)?;
-                trained.favor([&rows(q)?, &rows(k)?, &rows(v)?], gates, visible()?, causal, call.logs)?
+                check_heads(trained.maps().len(), inputs.k)?;
+                trained.favor(inputs.contiguous_rows()?.each_ref(), gates, visible()?, causal, call.logs)?
             }
             Source::Ready => {
                 let ready = Ready::new(call)?;
@@ -155,41 +153,34 @@ impl Backend for Cpu {
                 let visible = ready.visible.as_ref().map(flags).transpose()?;
                 let width = sizes.value_dim + usize::from(call.logs);
                 let form = form(&ready, call.logs);
-                let rows = match gates {
-                    None => favor::favor(&form, &ready.q, &ready.k, &ready.v, visible, causal)?,
-                    Some(gates) => favor::gated(form, [&ready.q, &ready.k, &ready.v], gates, visible)?,
-                };
+                let rows = favor::favor(form, [&ready.q, &ready.k, &ready.v], gates, visible, causal)?;
                 let rows = ops::reshape(&rows, (sizes.batch, sizes.heads, sizes.queries, width))?;
-                ops::to_dtype(&rows, q.dtype())?
+                ops::to_dtype(&rows, inputs.q.dtype())?
             }
         };
         self.output(call, rows)
     }
 
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {
-        let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
-        let sizes = call.sizes;
+        let (inputs, sizes) = (call.inputs, call.sizes);
         let numbers = |gates: &Tensor| -> Result<Vec<f32>> {
             gates::check(gates)?;
             gates.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
         };
-        let gates = call.inputs.gates.map(numbers).transpose()?;
+        let gates = inputs.gates.map(numbers).transpose()?;
         let constant = match &self.source {
             Source::Constant(maps) => Some(Arc::clone(maps)),
             Source::Trained => Some(Arc::clone(parameters(call.map)?.maps())),
             Source::Ready => None,
         };
-        let ready;
-        let ready_form;
-        let (form, q, k, v) = match constant {
+        let (form, qkv) = match constant {
             Some(maps) => {
-                check_heads(maps.len(), k)?;
-                (&Form { maps, logs: call.logs }, &rows(q)?, &rows(k)?, &rows(v)?)
+                check_heads(maps.len(), inputs.k)?;
+                (Form { maps, logs: call.logs }, inputs.contiguous_rows()?)
             }
             None => {
-                ready = Ready::new(call)?;
-                ready_form = form(&ready, call.logs);
-                (&ready_form, &ready.q, &ready.k, &ready.v)
+                let ready = Ready::new(call)?;
+                (form(&ready, call.logs), [ready.q, ready.k, ready.v])
             }
         };
         let fresh: Sums = form.fresh(sizes.value_dim);
@@ -210,15 +201,14 @@ impl Backend for Cpu {
                 memory
             }
         };
-        let begun = call.decoding == Some(Begun::Yes);
         // After an error the sums are what they were.
-        let out = favor::extend(form, [q, k, v], gates.as_deref(), &mut memory.heads, begun);
-        if begun || out.is_ok() {
+        let out = favor::extend(&form, qkv.each_ref(), gates.as_deref(), &mut memory.heads, call.begun);
+        if call.begun || out.is_ok() {
             state.set(memory);
         }
         let width = sizes.value_dim + usize::from(call.logs);
         let rows = out?.reshape((sizes.batch, sizes.heads, sizes.queries, width))?;
-        self.output(call, rows.to_dtype(call.inputs.q.dtype())?)
+        self.output(call, rows.to_dtype(inputs.q.dtype())?)
     }
 }
 

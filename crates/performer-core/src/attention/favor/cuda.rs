@@ -5,11 +5,11 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::{
-    backend::{Backend, Call, Output, check_heads, trained_parameters},
+    backend::{Backend, Call, Fused, Output, check_heads, trained_parameters},
     ready::{Ready, ReadyForm},
 };
 use crate::{
-    attention::{Memory, Path, State, StateRecord, inputs::rows},
+    attention::{Memory, State, StateRecord},
     features::{ExponentialForm, FeatureMap},
     kernels::{
         cuda::favor::{self, Map, OwnKeys, Projection, Sums},
@@ -130,9 +130,9 @@ fn gates(call: &Call<'_>, folded: bool) -> Result<Option<Tensor>> {
     call.inputs.gates.map(take).transpose()
 }
 
-impl Backend for Cuda {
-    fn path(&self) -> Path {
-        Path::Fused { device: "CUDA" }
+impl Fused for Cuda {
+    fn device(&self) -> &'static str {
+        "CUDA"
     }
 
     fn refusal(&self, call: &Call<'_>) -> Option<String> {
@@ -154,7 +154,9 @@ impl Backend for Cuda {
             None
         }
     }
+}
 
+impl Backend for Cuda {
     fn forward(&self, call: &Call<'_>) -> Result<Output> {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let causal = call.mask.is_causal();
@@ -171,8 +173,8 @@ impl Backend for Cuda {
         let visible = call.mask.visible_of(call.sizes.batch, call.inputs.q.device())?;
         let visible = visible.map(|visible| visible.flatten_all()?.contiguous()).transpose()?;
         let (gates, parameters) = (gates(call, false)?, self.parameters(call)?);
-        let (qkv, beside) = ([&rows(q)?, &rows(k)?, &rows(v)?], [gates.as_ref(), parameters.as_ref()]);
-        let (values, logs) = favor::favor(&map, qkv, beside, visible, causal, call.logs)?;
+        let (qkv, beside) = (call.inputs.contiguous_rows()?, [gates.as_ref(), parameters.as_ref()]);
+        let (values, logs) = favor::favor(&map, qkv.each_ref(), beside, visible, causal, call.logs)?;
         Ok(Output { values, logs: logs.map(|logs| complete(call, logs)).transpose()? })
     }
 
@@ -187,8 +189,8 @@ impl Backend for Cuda {
                 let (qkv, gates) = ([&ready.q, &ready.k, &ready.v], gates(call, true)?);
                 return unfold(call, favor::extend(&form(&ready), qkv, gates.as_ref(), call.logs, heads, &mut sums)?);
             };
-            let (qkv, gates) = ([&rows(q)?, &rows(k)?, &rows(v)?], gates(call, false)?);
-            let (values, logs) = favor::extend(&map, qkv, gates.as_ref(), call.logs, heads, &mut sums)?;
+            let (qkv, gates) = (call.inputs.contiguous_rows()?, gates(call, false)?);
+            let (values, logs) = favor::extend(&map, qkv.each_ref(), gates.as_ref(), call.logs, heads, &mut sums)?;
             Ok(Output { values, logs: logs.map(|logs| complete(call, logs)).transpose()? })
         };
         let out = extend();

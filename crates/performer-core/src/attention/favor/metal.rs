@@ -4,11 +4,11 @@
 use candle_core::{DType, Result, bail};
 
 use super::{
-    backend::{Backend, Begun, Call, Output},
+    backend::{Backend, Call, Fused, Output},
     composed::{PrefixSums, TensorSums},
 };
 use crate::{
-    attention::{Path, State, inputs::rows},
+    attention::State,
     features::{ExponentialForm, FeatureMap},
     kernels::metal::{Projection, favor},
 };
@@ -41,9 +41,9 @@ impl Metal {
     }
 }
 
-impl Backend for Metal {
-    fn path(&self) -> Path {
-        Path::Fused { device: "Metal" }
+impl Fused for Metal {
+    fn device(&self) -> &'static str {
+        "Metal"
     }
 
     fn refusal(&self, call: &Call<'_>) -> Option<String> {
@@ -60,7 +60,7 @@ impl Backend for Metal {
             "the Metal kernel is causal"
         } else if call.inputs.tracked() {
             "the Metal kernel has no gradients"
-        } else if call.decoding == Some(Begun::Yes) && call.sizes.queries == 1 {
+        } else if call.begun && call.sizes.queries == 1 {
             // A token alone, after others, is a few small operations.
             "one token after others is not worth a kernel"
         } else if !favor::takes(q, v, call.map.feature_dim()) {
@@ -70,12 +70,14 @@ impl Backend for Metal {
         };
         Some(why.into())
     }
+}
 
+impl Backend for Metal {
     fn forward(&self, call: &Call<'_>) -> Result<Output> {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let visible = call.mask.visible_of(call.sizes.batch, call.inputs.q.device())?;
-        let qkv = [&rows(q)?, &rows(k)?, &rows(v)?];
-        let (values, _) = favor::favor(self.prepared()?, qkv, visible.as_ref(), None, false)?;
+        let qkv = call.inputs.contiguous_rows()?;
+        let (values, _) = favor::favor(self.prepared()?, qkv.each_ref(), visible.as_ref(), None, false)?;
         Ok(Output { values, logs: None })
     }
 
@@ -90,8 +92,8 @@ impl Backend for Metal {
                     Some([sums.log_scale.contiguous()?, sums.sums.contiguous()?])
                 }
             };
-            let qkv = [&rows(q)?, &rows(k)?, &rows(v)?];
-            let (values, after) = favor::favor(self.prepared()?, qkv, None, before.as_ref(), true)?;
+            let qkv = call.inputs.contiguous_rows()?;
+            let (values, after) = favor::favor(self.prepared()?, qkv.each_ref(), None, before.as_ref(), true)?;
             let Some([log_scale, sums]) = after else { bail!("the Metal kernel returned no sums") };
             Ok((values, TensorSums { batch: call.sizes.batch, sums: PrefixSums { log_scale, sums } }))
         })?;

@@ -19,7 +19,7 @@ use std::fmt;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use self::backend::{Backends, Begun, Call, Output, check_heads};
+use self::backend::{Backends, Call, Output, check_heads};
 pub use self::segment::SegmentSums;
 use super::{Attention, Identity, Inputs, Mask, Path, Segment, State, gates};
 use crate::{
@@ -275,7 +275,7 @@ impl Favor {
             );
         }
         check_heads(self.map.heads(), inputs.k)?;
-        Ok(Call { map: &*self.map, inputs, mask, sizes, logs, decoding: None })
+        Ok(Call { map: &*self.map, inputs, mask, sizes, logs, begun: false })
     }
 
     /// Causal attention and the logarithms of its denominators, in the scale of the kernel that the
@@ -310,8 +310,7 @@ impl Favor {
 
     fn advance_call(&self, call: Call<'_>, state: &mut State) -> Result<Output> {
         state.require_memory()?;
-        let begun = if state.tokens() > 0 { Begun::Yes } else { Begun::No };
-        let call = Call { decoding: Some(begun), ..call };
+        let call = Call { begun: state.tokens() > 0, ..call };
         self.backends.choose(&call).advance(&call, state)
     }
 

@@ -7,7 +7,7 @@ use super::backend::Call;
 #[cfg(feature = "cuda")]
 use crate::kernels::{cuda, operation::apply, quadratic::QuadraticFeatures};
 use crate::{
-    attention::{inputs::rows, layout::Folded},
+    attention::{inputs::contiguous_rows, layout::Folded},
     features::{FeatureMap, Pair, scale_or_zero},
     ops,
 };
@@ -57,8 +57,8 @@ impl Ready {
         Ok(Self {
             form,
             features,
-            q: rows(&ops::transpose(&q, 1, 2)?)?,
-            k: rows(&with_one_head(&k)?)?,
+            q: contiguous_rows(&ops::transpose(&q, 1, 2)?)?,
+            k: contiguous_rows(&with_one_head(&k)?)?,
             v: with_one_head(&folded.v)?,
             visible: visible.transpose()?,
         })
@@ -98,7 +98,14 @@ impl Ready {
         let scale = (call.sizes.head_dim as f64).powf(-0.25);
         let Some([q, k]) = quadratic(call.map, [&q, &k], scale)? else { return Ok(None) };
         let visible = visible.map(|visible| visible.flatten_all()).transpose()?;
-        Ok(Some(Self { form: ReadyForm::Signed, features: call.map.feature_dim(), q, k, v: rows(v)?, visible }))
+        Ok(Some(Self {
+            form: ReadyForm::Signed,
+            features: call.map.feature_dim(),
+            q,
+            k,
+            v: contiguous_rows(v)?,
+            visible,
+        }))
     }
 }
 

@@ -24,7 +24,6 @@ use crate::{
     attention::{
         Attention, Inputs, Mask, Segment,
         gates::{sums_after, sums_up_to},
-        inputs::Wide,
         layout::{FLOOR, Folded, Rows, join, join_logs, values_and_one},
         state::bytes_of,
     },
@@ -167,7 +166,7 @@ impl Favor {
     /// attention has for these inputs.
     pub fn forward_after(&self, inputs: Inputs<'_>, before: &SegmentSums) -> Result<Tensor> {
         let dtype = inputs.q.dtype();
-        ops::to_dtype(&self.after_with_logs(Wide::of(inputs)?.inputs(), before)?.0, dtype)
+        ops::to_dtype(&self.after_with_logs(inputs.widened()?.inputs(), before)?.0, dtype)
     }
 
     /// [`Self::forward_after`] of inputs in the type of the computation, and the logarithms of the

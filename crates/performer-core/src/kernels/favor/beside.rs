@@ -13,11 +13,6 @@ use super::super::{
 use super::{Form, exponential::LinearGradient, op::Passes, padded};
 use crate::ops;
 
-/// Computes the attention of [`super::favor`] under a causal mask with gates `(B, Hkv, Tk)`.
-pub(crate) fn gated(form: Form, qkv: [&Tensor; 3], gates: &Tensor, visible: Option<Vec<bool>>) -> Result<Tensor> {
-    favor_beside(form, None, Some(gates), qkv, visible, true)
-}
-
 /// Computes the attention of [`super::favor`] with parameters, gates, or both. Parameters are
 /// `(maps, 2·M·D + M)`, one row for each key head or one for all: the rows for queries, the rows
 /// for keys, and the logarithms of the features' weights, see [`super::Trained`]. The sizes given

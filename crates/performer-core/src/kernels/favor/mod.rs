@@ -74,7 +74,6 @@ use std::{fmt, sync::Arc};
 use candle_core::{CpuStorage, Layout, Result, Tensor};
 use pulp::Simd;
 
-pub(crate) use beside::gated;
 pub(crate) use exponential::Exponential;
 pub(crate) use map::Map;
 pub(crate) use op::favor;

@@ -13,24 +13,28 @@ use super::{
         rows::{Heads, Rows},
         spare_threads, storage_of, with_storages,
     },
-    Form, Inputs, causal, causal_backward,
+    Form, Inputs,
+    beside::favor_beside,
+    causal, causal_backward,
     exponential::LinearGradient,
     full,
 };
 
 /// Computes FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` →
 /// `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms. The last dimension of `q` and `k` is what the map
-/// takes. The last dimension of each is contiguous and nothing is empty. `visible` is `(B, Tk)`. A
-/// row that sees no key is zero.
+/// takes. Gates are `(B, Hkv, Tk)` and need `causal`. The last dimension of `q`, `k` and `v` is
+/// contiguous and nothing is empty. `visible` is `(B, Tk)`. A row that sees no key is zero.
 pub(crate) fn favor(
-    form: &Form,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+    form: Form,
+    qkv: [&Tensor; 3],
+    gates: Option<&Tensor>,
     visible: Option<Vec<bool>>,
     causal: bool,
 ) -> Result<Tensor> {
-    apply(Favor(Passes::new(form.clone(), causal, visible, &[q, k, v])), [q, k, v])
+    match gates {
+        None => apply(Favor(Passes::new(form, causal, visible, &qkv)), qkv),
+        Some(gates) => favor_beside(form, None, Some(gates), qkv, visible, causal),
+    }
 }
 
 /// `Favor` is FAVOR attention as one differentiable operation on `(q, k, v)`.

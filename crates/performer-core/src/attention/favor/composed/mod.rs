@@ -8,7 +8,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::backend::{Backend, Call, Output};
 use crate::attention::{
-    Memory, Path, State, StateRecord,
+    Memory, State, StateRecord,
     layout::{Folded, Rows},
     state::bytes_of,
 };
@@ -38,14 +38,6 @@ impl Composed {
 }
 
 impl Backend for Composed {
-    fn path(&self) -> Path {
-        Path::Composed { why: String::new() }
-    }
-
-    fn refusal(&self, _: &Call<'_>) -> Option<String> {
-        None
-    }
-
     fn forward(&self, call: &Call<'_>) -> Result<Output> {
         let folded = Folded::new(call.inputs, call.mask)?;
         let rows = if call.mask.is_causal() {
