@@ -127,7 +127,7 @@ lint:
     cargo fmt --all --check
     cargo clippy --workspace --all-targets --locked -- -D warnings
 
-# The documentation of both crates; `just doc --open` shows it.
+# The documentation of all crates; `just doc --open` shows it.
 doc *ARGS:
     RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps {{ ARGS }}
 

@@ -14,8 +14,9 @@ kills are made as its share is. After each kill
 and at last the command runs to its end and must leave the same bytes as the undisturbed one. After
 the kills come a full disk (a limit on the size of files, and a file system of 512 KiB where one can
 be mounted), a folder that cannot be written to, and two processes in one folder. Everything happens
-in a temporary folder, with settings so small that a command takes a second. Prints a table of
-attacks, counts and results in Markdown; exit code 1 if anything was found.
+in a temporary folder, with settings so small that a command takes a second. An attack of kills ends
+at the first thing that it finds, and the others go on. Prints a table of attacks, counts and results
+in Markdown; if anything was found, the exit code is 1 and the temporary folder stays.
 """
 
 import argparse
@@ -127,9 +128,16 @@ class Attack:
         return subprocess.run(**self.command(args, cache), capture_output=True, text=True, **more)
 
     def must_run(self, args, cache="cache"):
+        """Runs a command to its end. Whether it succeeded, as it must."""
         done = self.run(args, cache)
         if done.returncode != 0:
-            raise SystemExit(f"{' '.join(map(str, args))}: {done.stderr}")
+            self.finding(f"{' '.join(map(str, args))} failed: {done.stderr}")
+        return done.returncode == 0
+
+    def start(self, attack):
+        print(f"{attack} ...", file=sys.stderr)
+        self.attacking = attack
+        self.rows[attack] = (0, "passed")
 
     def finding(self, what):
         print(f"FOUND: {what}", file=sys.stderr)
@@ -137,12 +145,9 @@ class Attack:
         number, _ = self.rows.get(self.attacking, (0, ""))
         self.rows[self.attacking] = (number, "failed")
 
-    def count(self, attack):
-        if attack != self.attacking:
-            print(f"{attack} ...", file=sys.stderr)
-        self.attacking = attack
-        number, result = self.rows.get(attack, (0, "passed"))
-        self.rows[attack] = (number + 1, result)
+    def count(self):
+        number, result = self.rows[self.attacking]
+        self.rows[self.attacking] = (number + 1, result)
 
     def kill(self, args, seconds, cache="cache"):
         """Starts a command and kills it after that time. Whether it was alive then."""
@@ -205,35 +210,44 @@ class Attack:
 
         `begin` and `go_on` return the arguments for a folder: where nothing, or something, of the
         work is there. `outcome` reads what a folder must hold at the end; where the command writes
-        to the cache, the cache is that folder.
+        to the cache, the cache is that folder. Ends at a finding, and leaves the folders as they are.
         """
 
         def cache(out):
             return out if own_cache else "cache"
 
-        self.must_run(begin("whole"), cache("whole"))
-        expected = outcome("whole")
+        self.start(name)
+        found = len(self.found)
+        whole, timed, killed = [f"{out}-{len(self.rows)}" for out in ("whole", "timed", "killed")]
+        if not self.must_run(begin(whole), cache(whole)):
+            return
+        expected = outcome(whole)
         made = 0
         while made < kills:
             started = time.monotonic()
-            self.must_run(begin("timed"), cache("timed"))
+            if not self.must_run(begin(timed), cache(timed)):
+                return
             seconds = time.monotonic() - started
             # A command that goes on is killed up to six times before it may end.
             for attempt in range(6):
-                args = go_on("killed") if attempt > 0 else begin("killed")
-                if not self.kill(args, self.random.uniform(0, 1.05) * seconds, cache("killed")):
+                args = go_on(killed) if attempt > 0 else begin(killed)
+                if not self.kill(args, self.random.uniform(0, 1.05) * seconds, cache(killed)):
                     break
                 made += 1
-                self.count(name)
-                self.check_files(self.work / "killed", f"{name}, kill {made}")
+                self.count()
+                self.check_files(self.work / killed, f"{name}, kill {made}")
                 if check is not None:
-                    check(self.work / "killed", f"{name}, kill {made}")
-            self.must_run(go_on("killed"), cache("killed"))
-            if outcome("killed") != expected:
-                self.finding(f"{name}: after {made} kills the result is another one")
-            for out in ["timed", "killed"]:
+                    check(self.work / killed, f"{name}, kill {made}")
+                if len(self.found) > found:
+                    break
+            if len(self.found) == found and self.must_run(go_on(killed), cache(killed)):
+                if outcome(killed) != expected:
+                    self.finding(f"{name}: after {made} kills the result is another one")
+            if len(self.found) > found:
+                return
+            for out in [timed, killed]:
                 shutil.rmtree(self.work / out)
-        shutil.rmtree(self.work / "whole")
+        shutil.rmtree(self.work / whole)
 
     def bytes_of(self, *names):
         return lambda out: [(self.work / out / name).read_bytes() for name in names]
@@ -281,6 +295,7 @@ class Attack:
 
     def with_teacher(self):
         train = ["train", "--data", "data", *SMALL, "--attention", "softmax", "--max-steps", 3, "--out", "teacher"]
+        self.attacking = "teacher"
         self.must_run(train)
 
     def convert(self, kills):
@@ -318,12 +333,13 @@ class Attack:
     def full_disk(self):
         """Limits the size of files that a process may write: beyond, it fails as on a full disk."""
         train = ["train", "--data", "data", *SMALL, "--attention", "favor:m=8", "--save-every", 1]
-        self.must_run([*train, "--max-steps", 2, "--out", "full"])
+        self.start("disk full: limit on files")
+        if not self.must_run([*train, "--max-steps", 2, "--out", "full"]):
+            return
         size = (self.work / "full" / "model.safetensors").stat().st_size
         before = self.bytes_of("model.safetensors", "config.json")("full")
         for limit in [0, 100, 1000, size // 4, size - 1, size + 1]:
-            for out, more in [("full", ["--overwrite"]), ("empty", [])]:
-                shutil.rmtree(self.work / "empty", ignore_errors=True)
+            for out, more in [("full", ["--overwrite"]), (f"empty-{limit}", [])]:
 
                 def limited(limit=limit):
                     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -331,39 +347,43 @@ class Attack:
 
                 done = self.run([*train, "--max-steps", 4, "--seed", 7, "--out", out, *more], preexec_fn=limited)
                 what = f"files of at most {limit} bytes"
-                self.judge_failure("disk full: limit on files", what, done)
+                self.judge_failure(what, done)
                 self.check_files(self.work / out, what)
                 self.check_model(self.work / "full", what)
         if self.bytes_of("model.safetensors", "config.json")("full") != before:
             self.finding("disk full: the model that was there is another one")
 
     def small_disk(self):
+        self.start("disk full: file system of 512 KiB")
         disk = self.work / "disk"
         disk.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
         if subprocess.run(mount, capture_output=True).returncode != 0:
-            self.rows["disk full: file system of 512 KiB"] = (0, "left out: nothing can be mounted here")
+            self.rows[self.attacking] = (0, "left out: nothing can be mounted here")
             return
         try:
             train = ["train", "--data", "data", *SMALL, "--attention", "favor:m=8", "--save-every", 1]
             for more in [["--out", "disk/run"], ["--out", "disk/run", "--overwrite"]]:
                 done = self.run([*train, "--max-steps", 4, *more])
-                self.judge_failure("disk full: file system of 512 KiB", "a small disk", done)
+                self.judge_failure("a small disk", done)
                 self.check_files(disk, "a small disk")
+            self.start("read-only file system")
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
             done = self.run([*train, "--max-steps", 4, "--out", "disk/other"])
-            self.judge_failure("read-only file system", "a read-only disk", done)
+            self.judge_failure("a read-only disk", done)
         finally:
             subprocess.run(["umount", str(disk)], check=True)
 
-    def judge_failure(self, attack, what, done):
-        self.count(attack)
+    def judge_failure(self, what, done):
+        self.count()
         if done.returncode != 1 or "panicked" in done.stderr or "error:" not in done.stderr:
             self.finding(f"{what}: exit code {done.returncode}: {done.stderr[-400:]}")
 
     def two_processes(self, times):
         train = ["train", "--data", "data", *SMALL, "--attention", "softmax", "--max-steps", 40, "--save-every", 1]
-        self.must_run([*train, "--out", "alone"])
+        self.start("two processes in one folder")
+        if not self.must_run([*train, "--out", "alone"]):
+            return
         expected = self.bytes_of("model.safetensors")("alone")
         for i in range(times):
             out = f"shared{i}"
@@ -374,12 +394,11 @@ class Attack:
             second = self.run([*train, "--out", out, "--overwrite"])
             ended = first.poll() is not None
             first.wait()
-            self.count("two processes in one folder")
+            self.count()
             if not ended and (second.returncode != 1 or "another process works" not in second.stderr):
                 self.finding(f"two processes: the second ended with {second.returncode}: {second.stderr[-300:]}")
             if first.returncode != 0 or self.bytes_of("model.safetensors")(out) != expected:
                 self.finding("two processes: the first did not end as it does alone")
-            shutil.rmtree(self.work / out)
 
     def all(self):
         share = max(1, self.kills // 30)
@@ -427,8 +446,9 @@ def main():
     program = args.program.resolve()
     if not program.exists():
         raise SystemExit(f"there is no {program}: cargo build --release -p performer-lm, or give --program")
-    with tempfile.TemporaryDirectory() as work:
-        attack = Attack(program, pathlib.Path(work), args.kills, args.seed)
+    work = pathlib.Path(tempfile.mkdtemp(prefix="attack-kills-"))
+    attack = Attack(program, work, args.kills, args.seed)
+    try:
         if args.only in ("convert", "export"):
             attack.with_teacher()
         if args.only is None:
@@ -439,8 +459,13 @@ def main():
             attack.two_processes(5)
         else:
             getattr(attack, args.only)(args.kills)
+    finally:
         attack.report()
-        sys.exit(1 if attack.found else 0)
+        if attack.found:
+            print(f"what the attacks left is in {work}", file=sys.stderr)
+        else:
+            shutil.rmtree(work)
+    sys.exit(1 if attack.found else 0)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,14 @@ def instructions(code):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
-        text = subprocess.run(["nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
+        command = ["nvdisasm", "-c", file.name]
+        try:
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        except OSError as error:
+            raise SystemExit(
+                f"nvdisasm cannot be started: {error.strerror}; "
+                "put that of the Python package nvidia-cuda-nvdisasm on the path"
+            ) from error
     kernels, current, labels = {}, [], {}
     for line in text.splitlines():
         if section := re.match(r"^\s*\.section\s+\.text\.(\w+)", line):

@@ -79,7 +79,10 @@ class Notices:
 
 
 def output(*command):
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    try:
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    except OSError as error:
+        sys.exit(f"{command[0]} cannot be started: {error.strerror}; install Rust with rustup (https://rustup.rs)")
 
 
 def compiled_in(package, target, features):

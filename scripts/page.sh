@@ -77,14 +77,15 @@ if [ -n "${BOOK:-}" ]; then
     rm "$page/index.html.old"
 fi
 
-# The service worker keeps these files under a name made of their contents.
+# The service worker keeps these files under a name made of their contents, with which the addresses
+# of the program and the models end too.
 (
     cd "$page"
     files=$(find . -type f ! -name service-worker.js | LC_ALL=C sort)
     digest=$(while IFS= read -r file; do cat "$file"; done <<<"$files" | cksum | tr ' ' -)
     list=$(sed 's/.*/"&"/' <<<"$files" | paste -sd, -)
-    sed -i.old -e "s|/\* files \*/|\"./\",$list|" -e "s|/\* build \*/|$digest|" service-worker.js
-    rm service-worker.js.old
+    sed -i.old -e "s|/\* files \*/|\"./\",$list|" -e "s|/\* build \*/|$digest|" service-worker.js page.js worker.js
+    rm ./*.js.old
 )
 rm -rf "$whole"
 mv "$page" "$whole"

@@ -11,8 +11,8 @@ does not see the very beginning, of which the second quarter misses one quarter 
 last one three. So the result also has what the loss of the last quarter is above that of the second
 where both read exactly the same words: in the first cut and the third, and in the second cut and
 the fourth. TEXT is a file. Every MODEL is a folder that `train` or `compare` wrote. The result goes
-to stdout, progress to stderr. `PERFORMER_LM` names the program, "target/release/performer-lm"
-unless it is set.
+to stdout, progress to stderr. `PERFORMER_LM` names the program, the project's
+"target/release/performer-lm" unless it is set.
 """
 
 import json
@@ -23,14 +23,18 @@ import subprocess
 import sys
 import tempfile
 
-PROGRAM = os.environ.get("PERFORMER_LM", "target/release/performer-lm")
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROGRAM = os.environ.get("PERFORMER_LM", ROOT / "target/release/performer-lm")
 QUARTERS = 4
 
 
 def evaluate(model, text, *options):
     """What `eval` reports of a model on a text."""
     command = [PROGRAM, "eval", model, "--data", text, "--threads", "1", "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        sys.exit(f"{PROGRAM} cannot be started: {error.strerror}; name performer-lm by PERFORMER_LM, or build it")
     if done.returncode != 0:
         sys.exit(f"eval of {model} failed: {done.stderr.strip()}")
     return json.loads(done.stdout)
@@ -99,7 +103,10 @@ def main():
     if len(sys.argv) < 3:
         sys.exit(__doc__)
     path, models = sys.argv[1], sys.argv[2:]
-    text = pathlib.Path(path).read_bytes()
+    try:
+        text = pathlib.Path(path).read_bytes()
+    except OSError as error:
+        sys.exit(f"cannot read {path}: {error.strerror}; give a file as TEXT")
     with tempfile.TemporaryDirectory() as folder:
         scratch = pathlib.Path(folder) / pathlib.Path(path).name
         rows = [measure(model, text, scratch) for model in models]

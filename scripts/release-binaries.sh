@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the program for others to download: one archive a target in a folder, each with the
-# program, the licences, the notices of what is compiled into it and the README, and SHA256SUMS
-# beside them.
+# program, the licences, the notices of what is compiled into it and the README, and beside them
+# SHA256SUMS of the archives of this run.
 #
 #   scripts/release-binaries.sh FOLDER [TARGET...]
 #
@@ -28,7 +28,8 @@ case $1 in /*) folder=$1 ;; *) folder=$here/$1 ;; esac
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 shift
-if [ -n "$(git status --porcelain)" ]; then
+# Files that git does not know, such as the archives of an earlier run, are not of the program.
+if [ -n "$(git status --porcelain --untracked-files=no)" ]; then
     echo 'the tree has changes that are not committed; commit them, for the program names its revision' >&2
     exit 1
 fi
@@ -43,6 +44,7 @@ requires() {
     fi
 }
 
+archives=()
 for target in "$@"; do
     requires python3 python3
     features=()
@@ -70,13 +72,17 @@ for target in "$@"; do
     cp "${CARGO_TARGET_DIR:-target}/$target/release/$program" "$folder/$name/"
     cp README.md CHANGELOG.md LICENSE-* THIRD-PARTY.md "$folder/$name/"
     scripts/notices.py performer-lm "$target" "$folder/$name/NOTICES.txt" "${features[@]}"
-    tar -C "$folder" -czf "$folder/$name.tar.gz" "$name"
+    # What has its final name is whole.
+    tar -C "$folder" -czf "$folder/$name.tar.gz.new" "$name"
+    mv "$folder/$name.tar.gz.new" "$folder/$name.tar.gz"
     rm -r "${folder:?}/$name"
+    archives+=("$name.tar.gz")
 done
 cd "$folder"
 if command -v sha256sum >/dev/null; then
-    sha256sum ./*.tar.gz >SHA256SUMS
+    sha256sum "${archives[@]}" >SHA256SUMS.new
 else
-    shasum -a 256 ./*.tar.gz >SHA256SUMS
+    shasum -a 256 "${archives[@]}" >SHA256SUMS.new
 fi
+mv SHA256SUMS.new SHA256SUMS
 ls -l

@@ -33,7 +33,11 @@ for anchor in "${@:-}"; do
             name=${anchor:-top}-${size%,*}-$([ $theme = 0 ] && echo dark || echo light).png
             "$browser" --headless=new --no-sandbox --disable-gpu --hide-scrollbars --user-data-dir="$scratch" --window-size="$size" \
                 --blink-settings=preferredColorScheme=$theme --screenshot="$(realpath "$folder")/$name" \
-                "file://$page${anchor:+#$anchor}" 2>/dev/null
+                "file://$page${anchor:+#$anchor}" 2>"$scratch/said" || {
+                    cat "$scratch/said" >&2
+                    echo "$browser has failed: $folder/$name is not there" >&2
+                    exit 1
+                }
             echo "$folder/$name"
         done
     done

@@ -21,7 +21,8 @@ import sys
 import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-UNSAFE = re.compile(r"\bunsafe\s*(\{|fn\b|impl\b)")
+# The type of a function has no name after `fn`, and needs no reason.
+UNSAFE = re.compile(r'\bunsafe\s*(extern\s*("[^"]*"\s*)?)?(\{|\(|fn\s+[\w$]|impl\b|trait\b)')
 # Lines above unsafe code in which its reason may stand: of a statement that spans several.
 ABOVE = 14
 
@@ -61,7 +62,10 @@ def licences():
     rules = tomllib.loads((ROOT / "deny.toml").read_text())["licenses"]
     exceptions = {rule["crate"]: rule["allow"] for rule in rules["exceptions"]}
     command = ["cargo", "metadata", "--locked", "--format-version", "1"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    try:
+        told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError as error:
+        sys.exit(f"cargo cannot be started: {error.strerror}; install Rust with rustup (https://rustup.rs)")
     if told.returncode != 0:
         sys.exit(f"cargo metadata failed:\n{told.stderr}")
     packages = json.loads(told.stdout)["packages"]

@@ -16,6 +16,12 @@ const RACE_TOKENS = "4000";
 const $ = (id) => document.getElementById(id);
 const announce = (text) => { $("announce").textContent = text; };
 
+/** Shows how things stand, and tells whoever listens. */
+function say(state) {
+  $("state").textContent = state;
+  announce(state);
+}
+
 const chart = new Chart($("chart"));
 const maps = new Maps($("favor-map"), $("softmax-map"), $("readout"), $("summary"));
 // A run is one text by one or two models; `id` is how the workers' answers are told apart.
@@ -34,11 +40,10 @@ class Writer {
   /** Loads the model, once. */
   load() {
     this.ready ??= new Promise((resolve, reject) => {
-      this.worker = new Worker("worker.js", { type: "module" });
+      this.worker = new Worker("worker.js?/* build */", { type: "module" });
       this.worker.onerror = (event) => reject(new Error(event.message ?? "the worker cannot be started"));
       this.worker.onmessage = ({ data }) => {
         if (data.type === "loading") {
-          $("loading").hidden = false;
           $("loading").value = data.fraction;
         } else if (data.type === "ready") {
           $("loading").hidden = true;
@@ -49,6 +54,7 @@ class Writer {
           reject(new Error(data.message));
         }
       };
+      $("loading").value = 0;
       this.worker.postMessage({ type: "load", name: this.name, bytes: BYTES[this.name] });
     }).catch((error) => {
       // The network may be back when the model is asked for again.
@@ -73,10 +79,8 @@ function fail(error) {
   // to no run.
   stop();
   run.id += 1;
-  $("loading").hidden = true;
-  $("state").textContent = error.message;
+  say(error.message);
   $("state").classList.add("error");
-  announce(error.message);
   finish();
 }
 
@@ -116,7 +120,9 @@ function readAddress() {
     const field = $(id);
     const value = query.get(id);
     if (value === null) continue;
-    if (!field.options || [...field.options].some((option) => option.value === value)) field.value = value;
+    if (field.options && ![...field.options].some((option) => option.value === value)) continue;
+    // A field itself limits only what is typed.
+    field.value = field.maxLength > 0 ? value.slice(0, field.maxLength) : value;
   }
   $("beside").checked = query.get("beside") === "1";
   showTemperature();
@@ -128,16 +134,16 @@ async function begin() {
   const writers = $("beside").checked ? [performer, softmax] : [performer];
   run.writing = new Set(writers);
   Object.assign(run, { beginning: asked.prompt, sentence: "", cache: 0, pace: asked.pace, looked: false });
-  delete $("main").dataset.done;
   history.replaceState(null, "", address());
   $("state").classList.remove("error");
-  $("state").textContent = writers.length > 1 && !softmax.loaded ? "Loading softmax …" : "Writing …";
+  const isLoading = writers.length > 1 && !softmax.loaded;
+  if (isLoading) say("Loading softmax …");
+  $("loading").hidden = !isLoading;
   $("start").textContent = "Stop";
   $("softmax-text").parentElement.hidden = writers.length < 2;
   $("performer-text").previousElementSibling.hidden = writers.length < 2;
   $("texts").classList.toggle("two", writers.length > 1);
-  chart.clear();
-  $("rate").textContent = "";
+  clearFigures();
   for (const writer of writers) {
     writer.shown = null;
     writer.text.clear(asked.prompt);
@@ -152,8 +158,7 @@ async function begin() {
   }
   // While a model was loaded, another story may have been asked for, or none.
   if (run.id !== asked.id || !run.writing.size) return;
-  $("state").textContent = "Writing …";
-  announce("Writing.");
+  say("Writing …");
   for (const writer of writers) writer.ask({ type: "write", ...asked });
 }
 
@@ -163,6 +168,7 @@ function stop() {
 
 function finish() {
   run.writing.clear();
+  $("loading").hidden = true;
   $("start").textContent = "Write";
   for (const writer of [performer, softmax]) writer.text.article.removeAttribute("aria-busy");
 }
@@ -178,6 +184,18 @@ function askWeights() {
 }
 
 // What is shown
+
+/** Leaves nothing of an earlier story's figures. */
+function clearFigures() {
+  chart.clear();
+  $("rate").textContent = "";
+  $("tokens").textContent = tokens(0);
+  $("verdict").textContent = "";
+  for (const name of ["state", "cache"]) showMeter(name, 0, 1);
+  for (const name of ["tokens", "rate", "stateBytes", "cacheBytes", "memoryBytes", "done"]) {
+    delete $("main").dataset[name];
+  }
+}
 
 function receive(writer, data) {
   if (data.type === "error") {
@@ -255,8 +273,8 @@ function showDone(writer, data) {
   run.writing.delete(writer);
   chart.describe();
   if (run.writing.size) {
-    $("state").textContent = writer === performer
-      ? "The Performer is done; softmax is still writing …" : "Softmax is done; the Performer is still writing …";
+    say(writer === performer
+      ? "The Performer is done; softmax is still writing …" : "Softmax is done; the Performer is still writing …");
     return;
   }
   finish();
@@ -288,7 +306,7 @@ $("form").addEventListener("submit", (event) => {
       // Nor does an error belong to what was stopped.
       run.id += 1;
       finish();
-      $("state").textContent = "Stopped.";
+      say("Stopped.");
     }
   } else if (performer.cacheBytesPerToken) {
     begin();
@@ -296,9 +314,10 @@ $("form").addEventListener("submit", (event) => {
     open();
   }
 });
-$("prompt").addEventListener("keydown", (event) => {
-  // Enter in another beginning begins it. The button that the form has for it would only stop.
-  if (event.key === "Enter" && !event.isComposing && run.writing.size && performer.cacheBytesPerToken) {
+$("form").addEventListener("keydown", (event) => {
+  // Enter in a field begins with what it holds. The button that the form has for it would only stop.
+  if (event.key !== "Enter" || event.isComposing || !event.target.matches("input")) return;
+  if (run.writing.size && performer.cacheBytesPerToken) {
     event.preventDefault();
     begin();
   }
@@ -321,7 +340,8 @@ async function main() {
 async function open() {
   $("start").disabled = true;
   $("state").classList.remove("error");
-  $("state").textContent = "Loading the model …";
+  say("Loading the model …");
+  $("loading").hidden = false;
   let about;
   try {
     about = await performer.load();
@@ -340,7 +360,7 @@ async function open() {
   $("layer").selectedIndex = 1;
   $("start").disabled = $("race").disabled = false;
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) {
-    $("state").textContent = "Ready: press Write.";
+    say("Ready: press Write.");
     run.beginning = $("prompt").value;
     askWeights();
   } else {

@@ -17,6 +17,7 @@ export class Text {
     this.waiting = "";
     this.article.replaceChildren();
     this.paragraph = null;
+    this.newlines = 0;
     this.characters = 0;
     if (prompt) {
       const span = document.createElement("span");
@@ -40,17 +41,19 @@ export class Text {
     const isAtEnd = article.scrollHeight - article.scrollTop - article.clientHeight < NEAR_END;
     const text = this.waiting;
     this.waiting = "";
-    for (const part of text.split(/(\n\n|\n)/)) {
-      if (part === "\n\n") {
+    for (const part of text.split(/(\n)/)) {
+      if (part === "\n") {
         this.paragraph = null;
+        this.newlines += 1;
+        // A blank line divides stories, whether it comes in one piece or in two.
+        if (this.newlines !== 2) continue;
         const gap = document.createElement("p");
         gap.className = "gap";
         gap.textContent = "* * *";
         this.article.append(gap);
         this.characters += gap.textContent.length;
-      } else if (part === "\n") {
-        this.paragraph = null;
       } else if (part) {
+        this.newlines = 0;
         this.add(document.createTextNode(part), part.length);
       }
     }

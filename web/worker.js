@@ -1,7 +1,10 @@
 // One model in a thread of its own: it writes by pieces, and between two pieces reads what the page
 // asks for. Messages are objects whose `type` says what they are.
 
-import init, { Model } from "./performer_web.js";
+import init, { Model } from "./performer_web.js?/* build */";
+
+// The script that builds the page puts in a digest, so that a browser's cache mixes no two builds.
+const BUILD = "?/* build */";
 
 // A piece is written in about this time, after which the page is told of it.
 const PIECE_MS = 16;
@@ -31,7 +34,7 @@ const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 /** Reads a file to its end, and tells `tell` of each part. */
 async function read(url, tell) {
-  const response = await fetch(url);
+  const response = await fetch(url + BUILD);
   if (!response.ok) {
     throw new Error(`cannot load ${url}: ${response.status} ${response.statusText}`);
   }

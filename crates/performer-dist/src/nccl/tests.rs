@@ -61,6 +61,7 @@ fn fetch(at: &Connected, from: usize) -> Vec<u8> {
     between(|between| between.messages.get_mut(&(at.id, from, at.rank))?.pop_front())
 }
 
+// SAFETY: the caller gives a place for what is written, as to NCCL.
 unsafe extern "C" fn unique_id(id: *mut UniqueId) -> Status {
     let number = between(|between| {
         between.identifiers += 1;
@@ -71,6 +72,7 @@ unsafe extern "C" fn unique_id(id: *mut UniqueId) -> Status {
     0
 }
 
+// SAFETY: the caller gives a place for what is written, as to NCCL.
 unsafe extern "C" fn init(handle: *mut Handle, size: c_int, id: UniqueId, rank: c_int) -> Status {
     let id = u64::from_le_bytes(id.0[..8].try_into().unwrap());
     between(|between| {
@@ -84,20 +86,24 @@ unsafe extern "C" fn init(handle: *mut Handle, size: c_int, id: UniqueId, rank: 
     0
 }
 
+// SAFETY: the caller gives a place for what is written, as to NCCL.
 unsafe extern "C" fn async_error(handle: Handle, status: *mut Status) -> Status {
     // SAFETY: the caller gives a place for a status.
     unsafe { *status = if of(handle).lost.load(Ordering::Relaxed) { 6 } else { 0 } };
     0
 }
 
+// SAFETY: it touches no memory of the caller.
 unsafe extern "C" fn error(status: Status) -> *const c_char {
     if status == 6 { c"remote process exited".as_ptr() } else { c"invalid usage".as_ptr() }
 }
 
+// SAFETY: it touches no memory of the caller.
 unsafe extern "C" fn group() -> Status {
     0
 }
 
+// SAFETY: the caller gives memory for as many numbers as it names, as to NCCL.
 unsafe extern "C" fn all_reduce(
     from: *const c_void,
     to: *mut c_void,
@@ -125,6 +131,7 @@ unsafe extern "C" fn all_reduce(
     0
 }
 
+// SAFETY: the caller gives memory for as many numbers as it names, as to NCCL.
 unsafe extern "C" fn send(
     from: *const c_void,
     count: usize,
@@ -142,6 +149,7 @@ unsafe extern "C" fn send(
     0
 }
 
+// SAFETY: the caller gives memory for as many numbers as it names, as to NCCL.
 unsafe extern "C" fn receive(
     to: *mut c_void,
     count: usize,
