@@ -448,15 +448,13 @@ impl MultiHeadAttention {
         }
         let before = self.attention.buffers();
         let has_variables = !self.registered.is_empty() || !self.trained.is_empty();
-        let mut loaded = self.attention.load_buffers(get);
-        if loaded.is_err() && !has_variables {
+        let loaded = self.attention.load_buffers(get);
+        if !has_variables {
             return loaded;
         }
-        if has_variables {
-            loaded = loaded
-                .and_then(|()| require_same_names(&before, &self.attention.buffers()))
-                .and_then(|()| update_registered(&mut self.registered, &*self.attention));
-        }
+        let loaded = loaded
+            .and_then(|()| require_same_names(&before, &self.attention.buffers()))
+            .and_then(|()| update_registered(&mut self.registered, &*self.attention));
         if let Err(error) = loaded {
             // After an error the attention gets back the buffers that it had, the trained ones as
             // the variables of the `VarMap`: copies of them would not be trained any more.

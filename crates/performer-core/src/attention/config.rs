@@ -74,7 +74,7 @@ pub enum AttentionConfig {
 }
 
 impl AttentionConfig {
-    /// `softmax`, `favor` or `windowed`, say: the stable name in JSON output.
+    /// The name of this kind in JSON, such as `softmax`, `favor` or `windowed`; it is stable.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Softmax => "softmax",

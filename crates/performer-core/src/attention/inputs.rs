@@ -137,7 +137,7 @@ impl<'a> Inputs<'a> {
         let Sizes { batch, queries, keys, .. } = sizes;
         if mask.is_causal() && queries != keys {
             bail!(
-                "causal attention of {queries} queries over {keys} keys; it needs as many of each (to go on from \
+                "causal attention of {queries} queries over {keys} keys; it needs the same number of each (to go on from \
                  earlier keys, use extend with a state)"
             );
         }

@@ -22,7 +22,7 @@ pub struct Mask {
     causal: bool,
     /// 1 where a key is visible and 0 where it is hidden, u8, `(B, Tk)` or `(1, Tk)`.
     visible: Option<Tensor>,
-    /// No sequence has more hidden keys than this one after the other.
+    /// An upper bound on the number of neighbouring keys that are hidden in one sequence.
     most_hidden_in_a_row: usize,
 }
 
@@ -93,8 +93,8 @@ impl Mask {
         self.visible.as_ref()
     }
 
-    /// No sequence has more hidden keys than this one after the other; it is 0 where none is
-    /// hidden.
+    /// An upper bound on the number of neighbouring keys that are hidden in one sequence; 0 where
+    /// none is hidden.
     pub(super) fn most_hidden_in_a_row(&self) -> usize {
         self.most_hidden_in_a_row
     }

@@ -3,7 +3,7 @@
 //!
 //! Every implementation computes `o_i = Σ_j K(q_i, k_j) v_j / Σ_j K(q_i, k_j)` over the keys that
 //! row `i` sees; [`AttentionConfig::None`] alone does not, whose outputs are 0. The [`Mask`] says
-//! which keys are seen, and a window leaves the last of them. Implementations differ in `K` and in
+//! which keys are seen, and a window keeps only the last of them. Implementations differ in `K` and in
 //! cost: [`Softmax`] takes `K = e^{q·k/√D}` at `O(T²)`, or at `O(T·W)` over a window of `W` tokens
 //! where that is fused; [`Favor`] takes `φ(q)·φ(k)` with any feature map φ, which lets the sums be
 //! reordered, at `O(T)`; [`Windowed`] takes the first for near keys and the second for far ones.
@@ -175,8 +175,8 @@ pub trait Attention: fmt::Debug + Send + Sync {
     ///
     /// Splitting a sequence in any way and extending piece by piece gives what one causal pass
     /// gives, up to rounding. It is for inference: the state carries no gradient. A fresh [`State`]
-    /// starts a sequence. All sequences of a state have seen as many tokens, and there is no mask
-    /// for padding: texts of different lengths are decoded with a state each.
+    /// starts a sequence. All sequences of a state have seen the same number of tokens, and there
+    /// is no mask for padding: texts of different lengths are decoded with a state each.
     ///
     /// # Errors
     /// As for [`Self::forward`], and if the state was made by another attention, with another seed,

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Attention, Inputs, Mask, Path, Segment, State, inputs::Sizes, layout::check_finite};
+use super::{Attention, Inputs, Mask, Path, Segment, State, inputs::Sizes};
 
 /// Outputs of zero, whatever finite numbers the inputs are. All gradients are zero too, and none is
 /// missing, so that a layer around it can be trained like others.
@@ -11,9 +11,7 @@ pub(super) struct NoAttention;
 
 impl NoAttention {
     fn zeros(inputs: Inputs<'_>, sizes: Sizes) -> Result<Tensor> {
-        for (name, t) in [("q", inputs.q), ("k", inputs.k), ("v", inputs.v)] {
-            check_finite(t, name)?;
-        }
+        inputs.check_finite()?;
         let zeros = sizes.zeros(inputs.q)?;
         if sizes.is_empty() {
             return Ok(zeros);

@@ -116,8 +116,8 @@ impl StateRecord {
             std::fs::rename(&pending, path)
         };
         write().map_err(|e| {
-            // The space of half a file is of no use to anybody; the error to report is the first
-            // one.
+            // The part that was written is removed. If that fails too, the first error is still the
+            // one to report.
             let _ = std::fs::remove_file(&pending);
             named(&e)
         })

@@ -454,7 +454,7 @@ impl State {
     }
 
     /// One state of the sequences of several, one after the other: they must come from the same
-    /// attention and have seen as many tokens.
+    /// attention and have seen the same number of tokens.
     ///
     /// # Errors
     /// If there is none, or they do not fit each other.

@@ -78,21 +78,6 @@ impl Windowed {
         self.far = self.far.composed();
         self
     }
-
-    /// Tokens of exact attention.
-    pub fn window(&self) -> usize {
-        self.window
-    }
-
-    /// Tokens at the beginning to which attention is exact too.
-    pub fn sinks(&self) -> usize {
-        self.sinks
-    }
-
-    /// What attends to the far.
-    pub fn far(&self) -> &Favor {
-        &self.far
-    }
 }
 
 /// Returns tokens `start..start + len` of `(B, H, T, D)`, or of gates `(B, Hkv, T)`.
@@ -151,7 +136,7 @@ impl Attention for Windowed {
         if self.sinks > 0 {
             bail!("attention with {} sinks cannot be computed in segments; leave the sinks out", self.sinks);
         }
-        // Every segment has as many sequences, so none waits for what another would send.
+        // Every segment has the same number of sequences, so none waits for what another would send.
         if sizes.batch == 0 {
             return sizes.zeros(inputs.q);
         }

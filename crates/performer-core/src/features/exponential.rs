@@ -4,7 +4,7 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::{ExponentialForm, FeatureMap, Features, half_square_norm, project, transposed};
+use super::{ExponentialForm, FeatureMap, Features, project, transposed};
 
 /// The map of positive random features, `φ(x)_r = M^-½ exp(ω_r·x − ‖x‖²/2)`, `F = M`.
 ///
@@ -40,9 +40,7 @@ impl FeatureMap for Positive {
     }
 
     fn features(&self, x: &Tensor) -> Result<Features> {
-        let log_norm = 0.5 * (self.feature_dim() as f64).ln();
-        let offset = half_square_norm(x)?.affine(1.0, log_norm)?;
-        Ok(Features::Log(project(x, &self.projection_t)?.broadcast_sub(&offset)?))
+        Ok(Features::Log(project(x, &self.projection_t)?.broadcast_sub(&self.query_offset(x)?)?))
     }
 }
 
@@ -82,9 +80,7 @@ impl FeatureMap for Hyperbolic {
 
     fn features(&self, x: &Tensor) -> Result<Features> {
         let u = project(x, &self.projection_t)?;
-        let log_norm = 0.5 * (self.feature_dim() as f64).ln();
-        let offset = half_square_norm(x)?.affine(1.0, log_norm)?;
         let both = Tensor::cat(&[&u, &u.neg()?], D::Minus1)?;
-        Ok(Features::Log(both.broadcast_sub(&offset)?))
+        Ok(Features::Log(both.broadcast_sub(&self.query_offset(x)?)?))
     }
 }

@@ -206,7 +206,7 @@ pub fn fit(projection: &Tensor, moments: &Moments, options: Options) -> Result<F
             let (mq, mk) = if options.centre { (q.mean(), k.mean()) } else { (zero.clone(), zero) };
             let (cq, ck) = (q.second_about(&mq), k.second_about(&mk));
             let g = if options.balance { balance(&cq, &ck) } else { DMatrix::identity(d, d) };
-            let p = if options.balance { inverse(&g) } else { DMatrix::identity(d, d) };
+            let p = if options.balance { power(&g, -1.0) } else { DMatrix::identity(d, d) };
             // The second moment of x + y, after both sides are balanced and centred, if they are.
             // Where they are centred, dq and dk are zero.
             let (dq, dk) = (&g * (q.mean() - &mq), &p * (k.mean() - &mk));
@@ -303,10 +303,6 @@ fn balance(cq: &DMatrix<f64>, ck: &DMatrix<f64>) -> DMatrix<f64> {
     let inner = power(&(&root * ck * &root), 0.5);
     let inverse = power(cq, -0.5);
     power(&(&inverse * inner * &inverse), 0.5)
-}
-
-fn inverse(g: &DMatrix<f64>) -> DMatrix<f64> {
-    power(g, -1.0)
 }
 
 /// Computes `cᵖ` of a symmetric matrix; directions without spread count as having a millionth of

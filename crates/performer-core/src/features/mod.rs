@@ -11,8 +11,8 @@
 //! [`Features`] in a form from which the attention can take the scale before it exponentiates.
 
 mod constant;
-mod elementwise;
 mod elu;
+mod exp;
 mod exponential;
 pub mod fit;
 mod fitted;
@@ -30,8 +30,8 @@ use candle_core::{D, Result, Tensor, bail};
 use crate::ops;
 
 pub(crate) use constant::Constant;
-pub use elementwise::Exp;
 pub use elu::Elu;
+pub use exp::Exp;
 pub use exponential::{Hyperbolic, Positive};
 pub use fitted::Fitted;
 pub use hedgehog::Hedgehog;

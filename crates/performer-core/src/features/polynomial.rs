@@ -89,7 +89,7 @@ fn ones_before(x: &Tensor) -> Result<Tensor> {
 /// least ½.
 ///
 /// Based (Arora et al. 2024, <https://arxiv.org/abs/2402.18668>) has this map, with queries and
-/// keys of few dimensions. `φ(x)` is of `(.., D)` and gives `(.., F)`; features are signed.
+/// keys of few dimensions. It takes rows `(.., D)` to features `(.., F)`, which are signed.
 #[derive(Clone, Debug)]
 pub struct Taylor2 {
     dim: usize,
@@ -137,8 +137,8 @@ impl FeatureMap for Taylor2 {
 ///
 /// That goes to `e^z` with growing `n`, which defines the exponential function, with an error of
 /// about `e^z z²/2n`. `n` is 2 to 1024, and `F` is at most 16384: heads of 16 dimensions can have
-/// `n = 4`, with 4,845 features, and heads of 64 only `n = 2`, with 2,145. `φ(x)` is of `(.., D)`
-/// and gives `(.., F)`; features are signed.
+/// `n = 4`, with 4,845 features, and heads of 64 only `n = 2`, with 2,145. It takes rows `(.., D)`
+/// to features `(.., F)`, which are signed.
 #[derive(Clone, Debug)]
 pub struct Limit {
     n: u32,

@@ -53,8 +53,8 @@ impl Operation<1> for Gelu {
         "gelu"
     }
 
-    fn cpu(&self, [(storage, layout)]: [Stored<'_, CpuStorage>; 1]) -> Result<(CpuStorage, Shape)> {
-        let x = contiguous(storage, layout)?;
+    fn cpu(&self, [x]: [Stored<'_, CpuStorage>; 1]) -> Result<(CpuStorage, Shape)> {
+        let (x, shape) = (contiguous(x)?, x.1.shape());
         let mut out = vec![0f32; x.len()];
         arch().dispatch(
             #[inline(always)]
@@ -64,7 +64,7 @@ impl Operation<1> for Gelu {
                 }
             },
         );
-        Ok((CpuStorage::F32(out), layout.shape().clone()))
+        Ok((CpuStorage::F32(out), shape.clone()))
     }
 
     #[cfg(feature = "cuda")]
@@ -80,7 +80,7 @@ impl Operation<1> for Gelu {
         let grad = grad.contiguous()?;
         let mut out = vec![0f32; x.elem_count()];
         with_storages([x, &grad], |[x, grad]| {
-            let (xs, gs) = (contiguous(x.0, x.1)?, contiguous(grad.0, grad.1)?);
+            let (xs, gs) = (contiguous(x)?, contiguous(grad)?);
             arch().dispatch(
                 #[inline(always)]
                 || {
@@ -104,16 +104,15 @@ impl Operation<1> for LogSigmoid {
         "log-sigmoid"
     }
 
-    fn cpu(&self, [(storage, layout)]: [Stored<'_, CpuStorage>; 1]) -> Result<(CpuStorage, Shape)> {
-        let z = contiguous(storage, layout)?;
-        let out = z.iter().map(|z| z.min(0.0) - (-z.abs()).exp().ln_1p()).collect();
-        Ok((CpuStorage::F32(out), layout.shape().clone()))
+    fn cpu(&self, [z]: [Stored<'_, CpuStorage>; 1]) -> Result<(CpuStorage, Shape)> {
+        let out = contiguous(z)?.iter().map(|z| z.min(0.0) - (-z.abs()).exp().ln_1p()).collect();
+        Ok((CpuStorage::F32(out), z.1.shape().clone()))
     }
 
     fn backward(&self, [z]: [&Tensor; 1], _out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
         let grad = grad.contiguous()?;
         let of_z = with_storages([z, &grad], |[z, grad]| {
-            let pairs = contiguous(z.0, z.1)?.iter().zip(contiguous(grad.0, grad.1)?);
+            let pairs = contiguous(z)?.iter().zip(contiguous(grad)?);
             Ok(pairs.map(|(z, g)| g * sigmoid(-z)).collect::<Vec<f32>>())
         })?;
         Ok([Some(Tensor::from_vec(of_z, z.shape(), z.device())?)])
@@ -121,16 +120,12 @@ impl Operation<1> for LogSigmoid {
 }
 
 /// Returns `f(g, x)` of contiguous gates and numbers of one shape and type.
-fn gated(
-    name: &str,
-    [(s1, l1), (s2, l2)]: [Stored<'_, CpuStorage>; 2],
-    f: impl Fn(f32, f32) -> f32,
-) -> Result<(CpuStorage, Shape)> {
-    let of = [(s1.dtype(), l1.dims()), (s2.dtype(), l2.dims())];
+fn gated(name: &str, inputs: [Stored<'_, CpuStorage>; 2], f: impl Fn(f32, f32) -> f32) -> Result<(CpuStorage, Shape)> {
+    let of = inputs.map(|(storage, layout)| (storage.dtype(), layout.dims()));
     if of[0] != of[1] {
         bail!("{name}: gates and numbers must have one type and shape, not {of:?}");
     }
-    let (gates, xs) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
+    let (gates, xs) = (contiguous(inputs[0])?, contiguous(inputs[1])?);
     let mut out = vec![0f32; xs.len()];
     arch().dispatch(
         #[inline(always)]
@@ -140,7 +135,7 @@ fn gated(
             }
         },
     );
-    Ok((CpuStorage::F32(out), l1.shape().clone()))
+    Ok((CpuStorage::F32(out), inputs[0].1.shape().clone()))
 }
 
 /// Returns the gradients of contiguous gates and numbers, which are `f(g, x, gradient)`.
@@ -153,8 +148,8 @@ fn gated_gradients(
     let grad = grad.contiguous()?;
     let (mut dgate, mut dx) = (vec![0f32; x.elem_count()], vec![0f32; x.elem_count()]);
     with_storages([gate, x, &grad], |[gate, x, grad]| {
-        let (gates, xs) = (contiguous(gate.0, gate.1)?, contiguous(x.0, x.1)?);
-        let grads = contiguous(grad.0, grad.1)?;
+        let (gates, xs) = (contiguous(gate)?, contiguous(x)?);
+        let grads = contiguous(grad)?;
         arch().dispatch(
             #[inline(always)]
             || {
@@ -206,8 +201,8 @@ impl Operation<2> for Gate {
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
-        cuda::activation::gate(*self, (s1, l1), (s2, l2))
+    fn cuda(&self, [gate, x]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
+        cuda::activation::gate(*self, gate, x)
     }
 
     fn backward(&self, [gate, x]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {

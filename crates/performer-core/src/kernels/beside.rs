@@ -166,7 +166,7 @@ mod tests {
             qkv: [Stored<'_, CpuStorage>; 3],
             others: &[Stored<'_, CpuStorage>],
         ) -> Result<(CpuStorage, Shape)> {
-            let numbers = qkv.iter().chain(others).map(|(storage, layout)| contiguous(storage, layout));
+            let numbers = qkv.iter().chain(others).map(|input| contiguous(*input));
             let all = numbers.collect::<Result<Vec<_>>>()?;
             let out = |i: usize| all[0][i] * all[1][i] + all[2][i] * all[3][i] + all.get(4).map_or(0.0, |c| c[i]);
             Ok((CpuStorage::F32((0..all[0].len()).map(out).collect()), qkv[0].1.shape().clone()))

@@ -115,8 +115,8 @@ fn pieces<'a>(memory: &'a mut Fresh, x: &Layout) -> Result<Vec<(usize, usize, Pa
 }
 
 fn forward(x: Stored<'_, CpuStorage>, weight: Stored<'_, CpuStorage>) -> Result<Vec<f32>> {
-    let (rows, sequence) = (contiguous(x.0, x.1)?, x.1.dims()[1] * x.1.dims()[2]);
-    let filters = Filters::new(contiguous(weight.0, weight.1)?, x.1)?;
+    let (rows, sequence) = (contiguous(x)?, x.1.dims()[1] * x.1.dims()[2]);
+    let filters = Filters::new(contiguous(weight)?, x.1)?;
     let mut out = Fresh::new(rows.len());
     for_heads(pieces(&mut out, x.1)?, |(n, start, piece)| {
         arch().dispatch(
@@ -138,9 +138,8 @@ fn backward(x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<[Option<Tensor
         .map(Some));
     }
     let (of_x, of_weight) = with_storages([x, weight, grad], |[x, weight, grad]| {
-        let (rows, grads, sequence) =
-            (contiguous(x.0, x.1)?, contiguous(grad.0, grad.1)?, x.1.dims()[1] * x.1.dims()[2]);
-        let filters = Filters::new(contiguous(weight.0, weight.1)?, x.1)?;
+        let (rows, grads, sequence) = (contiguous(x)?, contiguous(grad)?, x.1.dims()[1] * x.1.dims()[2]);
+        let filters = Filters::new(contiguous(weight)?, x.1)?;
         let mut of_x = Fresh::new(rows.len());
         let parts = for_heads(pieces(&mut of_x, x.1)?, |(n, start, piece)| {
             let of_sequence = n * sequence..(n + 1) * sequence;
@@ -197,7 +196,7 @@ impl Operation<2> for ConvolvedHeads {
         let layout = self.layout(x.1)?;
         let rows = CpuStorage::F32(forward(x, weight)?);
         let heads = match &self.rotary {
-            Some(rotary) => CpuStorage::F32(rotary.turn(&rows, &layout, 1.0, false)?),
+            Some(rotary) => CpuStorage::F32(rotary.turn((&rows, &layout), 1.0, false)?),
             None => copy(&rows, &layout)?,
         };
         Ok((heads, layout.shape().clone()))

@@ -42,7 +42,7 @@ use super::{
     instructions::arch,
     operation::{Operation, Stored},
     padded,
-    rows::{Heads, Matrix, Span},
+    rows::{Matrix, Rows, Span},
     threads,
     transpose::transpose,
     vector::{LANES, add, exp_minus_each, max_each, multiply},
@@ -126,8 +126,8 @@ impl CrossEntropy {
         let Some(Teacher { states, head, share }) = &self.teacher else { return work(None) };
         let e = states.dim(1)?;
         with_storages([states, head], |[x, w]| {
-            let head = Head::new(contiguous(w.0, w.1)?, e, tokens);
-            work(Some(Taught { x: contiguous(x.0, x.1)?, head: &head, share: *share }))
+            let head = Head::new(contiguous(w)?, e, tokens);
+            work(Some(Taught { x: contiguous(x)?, head: &head, share: *share }))
         })
     }
 }
@@ -166,7 +166,7 @@ struct Head<'a> {
 impl<'a> Head<'a> {
     fn new(w: &'a [f32], e: usize, tokens: usize) -> Self {
         let vocabulary = w.len() / e;
-        Self { w: Matrix::new(&Heads::matrix(w, e)), e, vocabulary, tokens: tokens.min(vocabulary) }
+        Self { w: Matrix::new(&Rows::new(w, e)), e, vocabulary, tokens: tokens.min(vocabulary) }
     }
 
     /// The first token of each tile.
@@ -371,11 +371,11 @@ impl Operation<2> for CrossEntropy {
         "cross-entropy"
     }
 
-    fn cpu(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
-        let (x, w) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
+    fn cpu(&self, [x, w]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
+        let e = x.1.dims()[1];
+        let (x, w, tokens) = (contiguous(x)?, contiguous(w)?, self.tokens(e));
         let n = self.targets.len();
         let (mut losses, mut saved) = (vec![0f32; n], Saved { logs: vec![0f32; n], ..Saved::default() });
-        let (e, tokens) = (l1.dims()[1], self.tokens(l1.dims()[1]));
         // This pass makes the teacher's denominators; its losses are overwritten by the next.
         self.with_teacher(tokens, |teacher| {
             let Some(Taught { x, head, .. }) = teacher else { return Ok(()) };
@@ -425,9 +425,9 @@ impl Operation<2> for CrossEntropy {
         };
         let mut rows = vec![0f32; all * width];
         with_storages([x, w], |[x, w]| {
-            let (x, tokens) = (contiguous(x.0, x.1)?, self.tokens(e));
-            let head = Head::new(contiguous(w.0, w.1)?, e, tokens);
-            let states = Matrix::new(&Heads::matrix(x, e));
+            let (x, tokens) = (contiguous(x)?, self.tokens(e));
+            let head = Head::new(contiguous(w)?, e, tokens);
+            let states = Matrix::new(&Rows::new(x, e));
             self.with_teacher(tokens, |teacher| {
                 let counts: Vec<usize> = groups.iter().flatten().map(|(span, _)| span.count * width).collect();
                 let mut rows = parts(&mut rows, counts.into_iter()).into_iter();

@@ -31,7 +31,7 @@ pub(super) fn arrange(x: &Tensor, merged: bool, turn: Option<(&Rotary, f32)>) ->
     }
     match turn {
         Some((rotary, direction)) => {
-            let out = with_storages([&x], |[(storage, layout)]| rotary.turn(storage, layout, direction, merged))?;
+            let out = with_storages([&x], |[x]| rotary.turn(x, direction, merged))?;
             Tensor::from_vec(out, shape, x.device())
         }
         None if merged => x.transpose(1, 2)?.contiguous(),
@@ -66,7 +66,7 @@ where
     fn cpu(&self, inputs: [Stored<'_, CpuStorage>; N]) -> Result<(CpuStorage, Shape)> {
         let ((rows, _), layout) = (self.linear.cpu(inputs)?, self.layout()?);
         let heads = match &self.rotary {
-            Some(rotary) => CpuStorage::F32(rotary.turn(&rows, &layout, 1.0, false)?),
+            Some(rotary) => CpuStorage::F32(rotary.turn((&rows, &layout), 1.0, false)?),
             None if layout.is_contiguous() => rows,
             None => copy(&rows, &layout)?,
         };

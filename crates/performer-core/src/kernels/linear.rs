@@ -148,7 +148,7 @@ impl Operation<3> for Linear {
         if let (CpuStorage::F32(_), CpuStorage::F32(_)) = (x.0, bias.0)
             && let CpuStorage::F32(mut out) = self.product(x, weight)?
         {
-            let bias = contiguous(bias.0, bias.1)?;
+            let bias = contiguous(bias)?;
             arch().dispatch(
                 #[inline(always)]
                 || {
@@ -222,8 +222,8 @@ fn bias_gradient(bias: &Tensor, grad: &Tensor) -> Result<Tensor> {
         return grad.to_dtype(compute_dtype(grad.dtype()))?.sum(0)?.to_dtype(bias.dtype());
     }
     let mut sums = vec![0f32; n];
-    with_storages([&grad], |[(storage, layout)]| {
-        let grad = contiguous(storage, layout)?;
+    with_storages([&grad], |[grad]| {
+        let grad = contiguous(grad)?;
         arch().dispatch(
             #[inline(always)]
             || {

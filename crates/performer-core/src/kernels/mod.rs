@@ -6,11 +6,10 @@
 //! of a decoder, most of them on GPUs too; `forget_gate` and `quadratic` are on CUDA only. Each
 //! implements the trait of `operation`, which adapts kernels to Candle's custom operations.
 //! `addition` is a kernel of ours on CUDA, and Candle's elsewhere. Kernels are built from `gemm`
-//! (products of small tiles), `vector` (elementwise
-//! functions), `rows` (reading tensors), `transpose`, `fresh` (memory for outputs) and `beside`
-//! (inputs beyond the third). Loops over vectors are compiled for AVX-512, AVX2 and NEON beside
-//! plain Rust (`transpose` for AVX alone), and `instructions` chooses the version when the program
-//! runs.
+//! (products of small tiles), `vector` (elementwise functions), `rows` (reading tensors),
+//! `transpose`, `fresh` (memory for outputs) and `beside` (inputs beyond the third). Loops over
+//! vectors are compiled for AVX-512, AVX2 and NEON beside plain Rust (`transpose` for AVX alone),
+//! and `instructions` chooses the version when the program runs.
 //!
 //! `cuda` and `metal` hold kernels for GPUs, compiled by the device's own compiler when they are
 //! first used; Metal's have not been run on hardware. `store` keeps compiled CUDA kernels on disk.
@@ -70,6 +69,8 @@ use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, Wi
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use operation::Stored;
+
 /// The type in which sums, exponentials and products of a caller's type are computed: f64 for f64,
 /// f32 for all others.
 pub(crate) fn compute_dtype(dtype: DType) -> DType {
@@ -87,7 +88,7 @@ fn padded(n: usize) -> usize {
 }
 
 /// The numbers of a contiguous f32 tensor.
-fn contiguous<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+fn contiguous<'a>((storage, layout): Stored<'a, CpuStorage>) -> Result<&'a [f32]> {
     match (storage, layout.contiguous_offsets()) {
         (CpuStorage::F32(values), Some((start, end))) => Ok(&values[start..end]),
         _ => bail!("a fused kernel was given a tensor that is not contiguous f32"),

@@ -30,18 +30,19 @@ pub(crate) struct Norm {
 impl Norm {
     fn forward(
         &self,
-        (s1, l1): Stored<'_, CpuStorage>,
-        (s2, l2): Stored<'_, CpuStorage>,
+        x: Stored<'_, CpuStorage>,
+        weight: Stored<'_, CpuStorage>,
         bias: Option<Stored<'_, CpuStorage>>,
     ) -> Result<(CpuStorage, Shape)> {
-        let (x, weight) = (contiguous(s1, l1)?, contiguous(s2, l2)?);
-        let bias = bias.map(|(s, l)| contiguous(s, l)).transpose()?;
+        let (rows, of_weight) = (x.1.shape(), weight.1.dims());
+        let (x, weight) = (contiguous(x)?, contiguous(weight)?);
+        let bias = bias.map(contiguous).transpose()?;
         if weight.is_empty() || !x.len().is_multiple_of(weight.len()) || bias.is_some_and(|b| b.len() != weight.len()) {
-            bail!("norm: rows {:?} need a weight and a bias of their last dimension, not {:?}", l1.dims(), l2.dims());
+            bail!("norm: rows {rows:?} need a weight and a bias of their last dimension, not {of_weight:?}");
         }
         let mut out = vec![0f32; x.len()];
         arch().dispatch(Forward { norm: self, x, weight, bias, out: &mut out });
-        Ok((CpuStorage::F32(out), l1.shape().clone()))
+        Ok((CpuStorage::F32(out), rows.clone()))
     }
 
     /// Computes the gradients of rows, weight and bias.
@@ -54,8 +55,7 @@ impl Norm {
         let (mut dx, mut dw, mut db) =
             (vec![0f32; x.elem_count()], vec![0f32; weight.elem_count()], vec![0f32; weight.elem_count()]);
         with_storages([x, weight, &grad], |[x, weight, grad]| {
-            let (x, weight, grad) =
-                (contiguous(x.0, x.1)?, contiguous(weight.0, weight.1)?, contiguous(grad.0, grad.1)?);
+            let (x, weight, grad) = (contiguous(x)?, contiguous(weight)?, contiguous(grad)?);
             let (dx, dw, db) = (&mut dx[..], &mut dw[..], &mut db[..]);
             arch().dispatch(Backward { norm: self, x, weight, grad, dx, dw, db });
             Ok(())
@@ -157,13 +157,13 @@ impl Operation<2> for Norm {
         "norm"
     }
 
-    fn cpu(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
-        self.forward((s1, l1), (s2, l2), None)
+    fn cpu(&self, [x, weight]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
+        self.forward(x, weight, None)
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda(&self, [(s1, l1), (s2, l2)]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
-        super::cuda::norm::forward(self, (s1, l1), (s2, l2), None)
+    fn cuda(&self, [x, weight]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
+        super::cuda::norm::forward(self, x, weight, None)
     }
 
     fn backward(&self, [x, weight]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
@@ -177,13 +177,13 @@ impl Operation<3> for Norm {
         "norm-with-bias"
     }
 
-    fn cpu(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
-        self.forward((s1, l1), (s2, l2), Some((s3, l3)))
+    fn cpu(&self, [x, weight, bias]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
+        self.forward(x, weight, Some(bias))
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
-        super::cuda::norm::forward(self, (s1, l1), (s2, l2), Some((s3, l3)))
+    fn cuda(&self, [x, weight, bias]: [Stored<'_, CudaStorage>; 3]) -> Result<(CudaStorage, Shape)> {
+        super::cuda::norm::forward(self, x, weight, Some(bias))
     }
 
     fn backward(&self, [x, weight, _]: [&Tensor; 3], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {

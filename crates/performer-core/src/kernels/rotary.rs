@@ -39,8 +39,8 @@ impl Operation<1> for Rotary {
         "rotary"
     }
 
-    fn cpu(&self, [(storage, layout)]: [Stored<'_, CpuStorage>; 1]) -> Result<(CpuStorage, Shape)> {
-        Ok((CpuStorage::F32(self.turn(storage, layout, 1.0, false)?), layout.shape().clone()))
+    fn cpu(&self, [x]: [Stored<'_, CpuStorage>; 1]) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(self.turn(x, 1.0, false)?), x.1.shape().clone()))
     }
 
     #[cfg(feature = "cuda")]
@@ -56,15 +56,16 @@ impl Operation<1> for Rotary {
 impl Rotary {
     /// Turns the rows of heads `(B, H, T, D)`, or back if `direction` is −1; the result is
     /// contiguous, `(B, T, H, D)` if `merged`.
-    pub(super) fn turn(&self, storage: &CpuStorage, layout: &Layout, direction: f32, merged: bool) -> Result<Vec<f32>> {
+    pub(super) fn turn(&self, x: Stored<'_, CpuStorage>, direction: f32, merged: bool) -> Result<Vec<f32>> {
+        let layout = x.1;
         let (b, h, tokens, width) = layout.shape().dims4()?;
-        let (x, half) = (Heads::new(storage, layout)?, width / 2);
+        let (x, half) = (Heads::new(x)?, width / 2);
         self.check(layout)?;
         // Numbers of a table from one sequence to the next.
         let step = if self.cos.dims()[0] == 1 { 0 } else { tokens * half };
         let mut out = Vec::with_capacity(layout.shape().elem_count());
         with_storages([&self.cos, &self.sin], |[cos, sin]| {
-            let (cos, sin) = (contiguous(cos.0, cos.1)?, contiguous(sin.0, sin.1)?);
+            let (cos, sin) = (contiguous(cos)?, contiguous(sin)?);
             let mut turn = |batch: usize, rows: &[f32], t: usize| {
                 let row = &rows[..width];
                 let angles = batch * step + t * half;

@@ -3,11 +3,12 @@
 
 use std::{borrow::Cow, ops::Range};
 
-use candle_core::{CpuStorage, Layout, Result, backend::BackendStorage, bail};
+use candle_core::{CpuStorage, Result, backend::BackendStorage, bail};
 use half::{bf16, f16};
 
 use super::{
     gemm::{Left, Right},
+    operation::Stored,
     padded,
     transpose::transpose,
     vector::LANES,
@@ -48,7 +49,7 @@ enum Values<'a> {
 
 impl<'a> Heads<'a> {
     /// The heads of a tensor of rank 4 on the CPU.
-    pub(super) fn new(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
+    pub(super) fn new((storage, layout): Stored<'a, CpuStorage>) -> Result<Self> {
         let (_, heads, tokens, width) = layout.shape().dims4()?;
         let (stride, start) = (layout.stride(), layout.start_offset());
         if stride[3] != 1 && width > 1 {
@@ -61,11 +62,6 @@ impl<'a> Heads<'a> {
             other => bail!("a fused kernel was given {:?}; it takes f32, f16 and bf16", other.dtype()),
         };
         Ok(Self { values, strides: [stride[0], stride[1], stride[2]], heads, tokens, width })
-    }
-
-    /// The rows of a contiguous matrix.
-    pub(super) fn matrix(values: &'a [f32], width: usize) -> Rows<'a> {
-        Rows { values: Values::F32(values), stride: width, tokens: values.len() / width, width }
     }
 
     /// The rows of the `n`-th head, counted through the batch.
@@ -97,6 +93,11 @@ pub(super) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
+    /// The rows of a contiguous matrix.
+    pub(super) fn new(values: &'a [f32], width: usize) -> Self {
+        Self { values: Values::F32(values), stride: width, tokens: values.len() / width, width }
+    }
+
     /// The first `width` numbers of each row.
     pub(super) fn first(&self, width: usize) -> Self {
         Self { width, ..*self }

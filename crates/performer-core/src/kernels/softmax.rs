@@ -50,7 +50,7 @@ use super::{
     padded,
     rows::{Heads, Matrix, Rows, Span},
     storage_of,
-    vector::{self, add, dot, exp_above, exp_minus, max, max_each, multiply, sum},
+    vector::{self, add, dot, exp_minus, exp_minus_each_above, max, max_each, multiply, sum},
     with_storages,
 };
 use crate::ops;
@@ -249,13 +249,13 @@ impl WithSimd for Forward<'_> {
                     max_each(simd, &mut largest, row);
                 }
                 let mut decay = before;
-                exp_above(simd, &mut decay, &largest, NEGLIGIBLE);
+                exp_minus_each_above(simd, &mut decay, &largest, NEGLIGIBLE);
                 multiply(simd, &mut den, &decay);
                 for (row, &decay) in rows.chunks_exact_mut(width).zip(&decay).filter(|(_, decay)| **decay != 1.0) {
                     vector::scale(simd, row, decay);
                 }
                 for row in scores.chunks_exact_mut(QUERIES).take(keys) {
-                    exp_above(simd, row, &largest, NEGLIGIBLE);
+                    exp_minus_each_above(simd, row, &largest, NEGLIGIBLE);
                     add(simd, &mut den, row);
                 }
                 let left = Left::transposed(&scores, QUERIES);
@@ -351,9 +351,9 @@ impl<'a> Inputs<'a> {
     fn new([q, k, v]: [Stored<'a, CpuStorage>; 3], gates: Option<&'a [f32]>, seen: &'a Seen) -> Result<Self> {
         let (heads, (_, key_heads, keys, _)) = (q.1.dims()[1], k.1.shape().dims4()?);
         Ok(Self {
-            q: Heads::new(q.0, q.1)?,
-            k: Heads::new(k.0, k.1)?,
-            v: Heads::new(v.0, v.1)?,
+            q: Heads::new(q)?,
+            k: Heads::new(k)?,
+            v: Heads::new(v)?,
             gates,
             seen,
             group: heads / key_heads,
@@ -433,8 +433,7 @@ impl AttentionPasses for GatedSoftmax {
     }
 
     fn cpu(&self, qkv: [Stored<'_, CpuStorage>; 3], beside: &[Stored<'_, CpuStorage>]) -> Result<(CpuStorage, Shape)> {
-        let (gates, layout) = beside[0];
-        self.0.forward(qkv, Some(contiguous(gates, layout)?))
+        self.0.forward(qkv, Some(contiguous(beside[0])?))
     }
 
     fn backward(
@@ -444,9 +443,8 @@ impl AttentionPasses for GatedSoftmax {
         out: &Tensor,
         grad: &Tensor,
     ) -> Result<([Tensor; 3], Vec<Tensor>)> {
-        let ([dq, dk, dv], dgates) = with_storages([beside[0]], |[(gates, layout)]| {
-            self.0.backward(qkv, Some(contiguous(gates, layout)?), out, grad)
-        })?;
+        let ([dq, dk, dv], dgates) =
+            with_storages([beside[0]], |[gates]| self.0.backward(qkv, Some(contiguous(gates)?), out, grad))?;
         Ok(([gradient(dq, q)?, gradient(dk, k)?, gradient(dv, v)?], vec![gradient(dgates, beside[0])?]))
     }
 }
@@ -461,7 +459,7 @@ mod tests {
     fn a_window_takes_as_much_of_any_text() {
         let work = |tokens: usize| {
             let numbers = vec![0f32; tokens];
-            let rows = Heads::matrix(&numbers, 1);
+            let rows = Rows::new(&numbers, 1);
             let (offset, window) = (Some(0), Some(75));
             let head = Head { q: rows, k: rows, v: rows, offset, window, sinks: 4, visible: None, gates: None };
             let all = 0..tokens;

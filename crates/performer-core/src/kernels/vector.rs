@@ -57,9 +57,8 @@ fn exp_simd_above<S: Simd>(simd: S, x: S::f32s, low: S::f32s) -> S::f32s {
     simd.select_f32s(simd.less_than_f32s(x, low), simd.splat_f32s(0.0), value)
 }
 
-// The functions below work on whole vectors: lengths are multiples of [`LANES`], unless stated
-// otherwise. They have loops and no closures, which would keep the compiler from using the vectors
-// of the machine at hand.
+// The functions below have loops and no closures, which would keep the compiler from using the
+// vectors of the machine at hand.
 
 /// Defines an elementwise function `x_i ← expression`, of vectors `x` and perhaps `y`.
 macro_rules! elementwise {
@@ -123,7 +122,7 @@ elementwise!(/// `b x + a y`
 elementwise!(/// `e^{x − y}` for `x − y ≤ 88`
     exp_minus_each(simd, x, [y]) => exp_simd(simd, simd.sub_f32s(x, y)));
 elementwise!(/// `e^{x − y}` for `x − y ≤ 88`, and 0 where `x − y` is below `low ≥ −87`
-    exp_above(simd, x, [y], low) => exp_simd_above(simd, simd.sub_f32s(x, y), low));
+    exp_minus_each_above(simd, x, [y], low) => exp_simd_above(simd, simd.sub_f32s(x, y), low));
 elementwise!(/// `max(x, y)`
     max_each(simd, x, [y]) => simd.max_f32s(x, y));
 
@@ -290,7 +289,7 @@ mod tests {
     impl WithSimd for Above<'_> {
         type Output = ();
         fn with_simd<S: Simd>(self, simd: S) {
-            exp_above(simd, self.0, self.1, -60.0);
+            exp_minus_each_above(simd, self.0, self.1, -60.0);
         }
     }
 

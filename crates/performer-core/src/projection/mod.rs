@@ -47,7 +47,7 @@ mod rng;
 use std::fmt;
 use std::str::FromStr;
 
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use rng::Stream;
@@ -196,7 +196,7 @@ pub fn draw_tensor(
 }
 
 /// Makes a tensor of numbers, rounded once from `f64` to `dtype`.
-pub(crate) fn tensor(omega: Vec<f64>, shape: (usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
+pub(crate) fn tensor(omega: Vec<f64>, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     // Rounded on the CPU: not every device has f64.
     Tensor::from_vec(omega, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
 }

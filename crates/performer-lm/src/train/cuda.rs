@@ -52,9 +52,9 @@ impl InplaceOp2 for AdamWOnCuda<'_> {
             for scalar in scalars.into_iter().chain([s.step_size, s.second_correction, s.eps, s.decay]) {
                 launch = launch.value(scalar as f32);
             }
-            let launch = launch.output(p)?.input(m, self.m.layout())?.input(v, self.v.layout())?;
+            let launch = launch.output(p)?.input((m, self.m.layout()))?.input((v, self.v.layout()))?;
             // SAFETY: all four have `count` numbers, and each thread has its own of every one.
-            unsafe { launch.input(g, g_layout)?.run([count.div_ceil(THREADS), 1, 1], THREADS) }
+            unsafe { launch.input((g, g_layout))?.run([count.div_ceil(THREADS), 1, 1], THREADS) }
         })
     }
 }
@@ -70,7 +70,7 @@ pub(super) fn squared_norms(tensors: &[&Tensor]) -> Result<Vec<f64>> {
             let kernel = SOURCE.kernel(storage.device(), "sum_of_squares", &[], 0)?;
             let launch = kernel.launch().value(t.elem_count() as i64).value((i * BLOCKS) as i64);
             // SAFETY: every block writes one number of its tensor's share of the sums.
-            unsafe { launch.input(storage, layout)?.output(&mut sums)?.run([BLOCKS, 1, 1], THREADS) }
+            unsafe { launch.input((storage, layout))?.output(&mut sums)?.run([BLOCKS, 1, 1], THREADS) }
         })?;
     }
     let sums = tensor(sums, shape).to_vec1::<f32>()?;

@@ -158,7 +158,6 @@ impl Fused for Cuda {
 
 impl Backend for Cuda {
     fn forward(&self, call: &Call<'_>) -> Result<Output> {
-        let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let causal = call.mask.is_causal();
         let Some(map) = self.computed(call)? else {
             let (ready, folded) = match Ready::unfolded(call)? {
@@ -179,7 +178,6 @@ impl Backend for Cuda {
     }
 
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {
-        let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let heads = [call.sizes.batch, call.sizes.key_heads];
         let mut sums = state.take::<CudaSums>()?.map(|memory| memory.0);
         // After an error the sums are what they were.

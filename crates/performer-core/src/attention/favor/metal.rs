@@ -74,7 +74,6 @@ impl Fused for Metal {
 
 impl Backend for Metal {
     fn forward(&self, call: &Call<'_>) -> Result<Output> {
-        let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let visible = call.mask.visible_of(call.sizes.batch, call.inputs.q.device())?;
         let qkv = call.inputs.contiguous_rows()?;
         let (values, _) = favor::favor(self.prepared()?, qkv.each_ref(), visible.as_ref(), None, false)?;
@@ -82,7 +81,6 @@ impl Backend for Metal {
     }
 
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {
-        let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let values = state.advance_with(|past: Option<&TensorSums>| {
             let before = match past {
                 None => None,

@@ -353,15 +353,8 @@ fn draw(config: &FavorConfig, head_dim: usize, seed: u64, dtype: DType, device: 
         projection::round_factor(&mut omega, head_dim);
     }
     let projection = projection::tensor(omega, (m, head_dim), dtype, device)?;
-    let offsets = if config.map.has_offsets() {
-        Some(
-            Tensor::from_vec(projection::draw_offsets(m, seed)?, m, &Device::Cpu)?
-                .to_dtype(dtype)?
-                .to_device(device)?,
-        )
-    } else {
-        None
-    };
+    let offsets = || projection::tensor(projection::draw_offsets(m, seed)?, m, dtype, device);
+    let offsets = config.map.has_offsets().then(offsets).transpose()?;
     Ok(RandomParameters { projection, offsets })
 }
 

@@ -26,8 +26,8 @@ fn run<const N: usize, const OUT: usize>(entry: [&str; 2], inputs: [View; N]) ->
     let count = shape.elem_count();
     let kernel = SOURCE.kernel(device, entry, &[("STORAGE", &storage(dtype)?)], 0)?;
     let mut launch = kernel.launch().value(count as i64);
-    for (storage, layout) in inputs {
-        launch = launch.input(storage, layout)?;
+    for input in inputs {
+        launch = launch.input(input)?;
     }
     for output in &mut outputs {
         launch = launch.output(output)?;

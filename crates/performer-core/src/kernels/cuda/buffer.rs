@@ -59,7 +59,7 @@ impl Strides {
 
 /// Returns the address of a tensor that may be missing; 0 where it is.
 pub(super) fn address<'l>(launch: &mut Launch<'l>, view: Option<View<'l>>) -> Result<u64> {
-    view.map_or(Ok(0), |(storage, layout)| launch.address(storage, layout))
+    view.map_or(Ok(0), |view| launch.address(view))
 }
 
 /// Returns the address of memory for results that may be missing; 0 where it is.

@@ -53,9 +53,9 @@ impl<'a> Call<'a> {
         let macros: [Macro; 2] = [("STORAGE", &storage(dtype)?), ("RUN_LENGTH", &RUN)];
         let kernel = SOURCE.kernel(rows.device(), &entry, &macros, 0)?;
         let launch = kernel.launch().value(batch as i32).value(tokens as i32).value(channels as i32);
-        let mut launch = launch.input(rows, layout)?.input(self.weight.0, self.weight.1)?;
-        if let Some((storage, layout)) = more {
-            launch = launch.input(storage, layout)?;
+        let mut launch = launch.input((rows, layout))?.input(self.weight)?;
+        if let Some(more) = more {
+            launch = launch.input(more)?;
         }
         for output in outputs {
             launch = launch.output(output)?;

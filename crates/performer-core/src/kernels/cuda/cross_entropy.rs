@@ -24,7 +24,7 @@ pub(in crate::kernels) fn losses(logits: &Tensor, targets: &Tensor) -> Result<[T
         let mut logs = allocate(device, &shape, DType::F32)?;
         let kernel = SOURCE.kernel(device, entry, &[("STORAGE", &storage(logits.0.dtype())?)], 0)?;
         let launch = kernel.launch().value(vocabulary as i32);
-        let launch = launch.input(logits.0, logits.1)?.input(targets.0, targets.1)?;
+        let launch = launch.input(logits)?.input(targets)?;
         // SAFETY: there is a thread block for each row, and targets are checked to lie in it.
         unsafe { launch.output(&mut losses)?.output(&mut logs)?.run([n, 1, 1], THREADS) }?;
         Ok([tensor(losses, n), tensor(logs, n)])
@@ -41,8 +41,8 @@ pub(in crate::kernels) fn gradients(logits: Tensor, targets: &Tensor, logs: &Ten
         let device = logits.0.device();
         let entry = if is_wide(logits) { "cross_entropy_backward_wide" } else { "cross_entropy_backward" };
         let kernel = SOURCE.kernel(device, entry, &[("STORAGE", &storage(logits.0.dtype())?)], 0)?;
-        let launch = kernel.launch().value(vocabulary as i32).input(logits.0, logits.1)?;
-        let launch = launch.input(targets.0, targets.1)?.input(logs.0, logs.1)?.input(grad.0, grad.1)?;
+        let launch = kernel.launch().value(vocabulary as i32).input(logits)?;
+        let launch = launch.input(targets)?.input(logs)?.input(grad)?;
         // SAFETY: there is a thread block for each row, which alone reads and writes it; the tensor
         // is ours.
         unsafe { launch.run([n, 1, 1], THREADS) }

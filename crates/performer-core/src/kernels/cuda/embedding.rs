@@ -43,7 +43,7 @@ fn backward(ids: &Tensor, grad: &Tensor, vocabulary: usize) -> Result<Tensor> {
         let mut out = allocate(device, &shape, DType::F32)?;
         let kernel = SOURCE.kernel(device, "embedding_backward", &[("STORAGE", &storage(grad.0.dtype())?)], 0)?;
         let launch = kernel.launch().value(n as i32).value(vocabulary as i32).value(width as i32);
-        let launch = launch.input(ids.0, ids.1)?.input(grad.0, grad.1)?;
+        let launch = launch.input(ids)?.input(grad)?;
         // SAFETY: the thread blocks write the rows of their tokens, all of the vocabulary together.
         unsafe { launch.output(&mut out)?.run([vocabulary.div_ceil(TOKENS), 1, 1], THREADS) }?;
         Ok(tensor(out, shape))

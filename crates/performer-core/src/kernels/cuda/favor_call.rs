@@ -309,7 +309,7 @@ impl<'a> Call<'a> {
         let (kernel, threads) = self.either([SUMS, TEAM_SUMS], "sums", &more, shared)?;
         let launch = self.launch(&kernel, problem)?;
         let (x, y) = of_queries.map_or((self.k, self.v), |of| (self.q, of.grad));
-        let launch = launch.input(x.0, x.1)?.input(y.0, y.1)?;
+        let launch = launch.input(x)?.input(y)?;
         let launch = optional(launch, self.given.visible.filter(|_| of_queries.is_none()))?;
         let launch = self.projection(launch)?;
         let launch = optional(launch, of_queries.map(|of| of.logs))?;
@@ -355,7 +355,7 @@ impl<'a> Call<'a> {
         }
         let (kernel, threads) = self.either([FORWARD, TEAM_FORWARD], "forward", &more, shared)?;
         let launch = self.launch(&kernel, problem)?;
-        let launch = launch.input(self.q.0, self.q.1)?.input(self.k.0, self.k.1)?.input(self.v.0, self.v.1)?;
+        let launch = launch.input(self.q)?.input(self.k)?.input(self.v)?;
         let launch = self.projection(optional(launch, self.given.visible)?)?;
         let launch = optional(launch, before)?.output(&mut out.storage)?;
         let launch = optional_output(launch, exact.as_mut())?.output(&mut logs.storage)?;
@@ -378,7 +378,7 @@ impl<'a> Call<'a> {
         if splits > 1 {
             let kernel = self.kernel(BACKWARD, "favor_delta", &more, 0)?;
             let out = saved.exact.as_ref().map_or(out, Buffer::view);
-            let launch = kernel.launch().value(rows as i64).input(out.0, out.1)?.input(grad.0, grad.1)?;
+            let launch = kernel.launch().value(rows as i64).input(out)?.input(grad)?;
             // SAFETY: as many rows as the kernel is told.
             unsafe {
                 optional(launch, denominators)?.output(&mut delta.storage)?.run([rows.div_ceil(WARPS), 1, 1], THREADS)
@@ -421,7 +421,7 @@ impl<'a> Call<'a> {
         let mut launch = self.launch(&kernel, problem)?;
         let mut tensors = self.tensors(&mut launch, grad, saved)?;
         tensors.before = address(&mut launch, later.as_ref().map(Buffer::view))?;
-        tensors.delta = launch.address(&delta.storage, &delta.layout)?;
+        tensors.delta = launch.address(delta.view())?;
         tensors.factors = address_of_output(&mut launch, factors.as_mut())?;
         tensors.of_features = address_of_output(&mut launch, of_key_features.as_mut())?;
         let launch = launch.value(tensors);
@@ -438,8 +438,7 @@ impl<'a> Call<'a> {
                 let mut to = Buffer::of(self.device, shape, self.dtype)?;
                 let kernel = self.kernel(PARTS, "favor_reduce", &[], 0)?;
                 let launch = kernel.launch().value((self.batch * self.heads) as i32).value(group as i32);
-                let launch =
-                    launch.value(parts as i32).value((tokens * width) as i64).input(&from.storage, &from.layout)?;
+                let launch = launch.value(parts as i32).value((tokens * width) as i64).input(from.view())?;
                 let blocks = (self.batch * heads * tokens * width).div_ceil(THREADS).min(4096);
                 // SAFETY: `from` holds that many parts and heads.
                 unsafe { launch.output(&mut to.storage)?.run([blocks, 1, 1], THREADS) }?;
@@ -463,14 +462,14 @@ impl<'a> Call<'a> {
         if let (Some(before), Some(later)) = (before, later) {
             let of_segments = borders.insert(Buffer::new(self.device, segments * heads)?);
             let kernel = self.kernel(GATES, "favor_gate_borders", &[], 4 * WARPS)?;
-            let launch = self.launch(&kernel, problem)?.input(before.0, before.1)?.input(later.0, later.1)?;
+            let launch = self.launch(&kernel, problem)?.input(before)?.input(later)?;
             // SAFETY: both have a record for each segment and head, and so has the result a number.
             unsafe { launch.output(&mut of_segments.storage)?.run([heads, segments - 1, 1], THREADS) }?;
         }
         let mut gradients = Buffer::of(self.device, (self.batch, self.key_heads, self.keys), DType::F32)?;
         let kernel = self.kernel(GATES, "favor_gate_gradients", &[], 4 * THREADS)?;
         let launch = self.launch(&kernel, problem)?.value(heads as i32).value(b.splits() as i32);
-        let launch = optional(launch.input(factors.0, factors.1)?, borders.as_ref().map(Buffer::view))?;
+        let launch = optional(launch.input(factors)?, borders.as_ref().map(Buffer::view))?;
         // SAFETY: as many factors as heads, slices and tokens, and every gradient is written: no
         // segment is longer than a thread block takes.
         unsafe { launch.output(&mut gradients.storage)?.run([self.batch * self.key_heads, segments, 1], THREADS) }?;
@@ -483,14 +482,14 @@ impl<'a> Call<'a> {
         let packed = self.packed()?;
         let packed = |i: usize| packed.map(|packed| packed.queries[i].view());
         Ok(Tensors {
-            q: launch.address(self.q.0, self.q.1)?,
-            k: launch.address(self.k.0, self.k.1)?,
-            v: launch.address(self.v.0, self.v.1)?,
-            grad: launch.address(grad.0, grad.1)?,
+            q: launch.address(self.q)?,
+            k: launch.address(self.k)?,
+            v: launch.address(self.v)?,
+            grad: launch.address(grad)?,
             visible: address(launch, self.given.visible)?,
             projection: address(launch, packed(0))?,
             back: address(launch, packed(1))?,
-            logs: launch.address(&saved.logs.storage, &saved.logs.layout)?,
+            logs: launch.address(saved.logs.view())?,
             denominators: address(launch, saved.denominators.as_ref().map(Buffer::view))?,
             ..Tensors::default()
         })
@@ -516,10 +515,10 @@ impl<'a> Call<'a> {
             let gates = address(&mut launch, self.given.gates)?;
             let form = of_keys.map_or(Ok(KeyForm::default()), |of_keys| of_keys.form(&mut launch))?;
             let launch = launch.value(Problem { gates, form, ..self.problem(1).0 });
-            let launch = launch.input(self.q.0, self.q.1)?.input(self.k.0, self.k.1)?.input(self.v.0, self.v.1)?;
+            let launch = launch.input(self.q)?.input(self.k)?.input(self.v)?;
             let hyperbolic = i32::from(self.map.is_hyperbolic());
             let launch = optional(launch, omega)?.value(hyperbolic).value(scale);
-            let launch = launch.input(before.0, before.1)?.output(&mut after.storage)?.output(&mut out.storage)?;
+            let launch = launch.input(before)?.output(&mut after.storage)?.output(&mut out.storage)?;
             // SAFETY: sizes are those of the tensors, and both sums have a record for each key
             // head.
             unsafe { launch.run(grid, THREADS) }

@@ -129,8 +129,8 @@ pub(super) struct PackedKeys {
     pub(super) tables: usize,
 }
 
-/// Matrices that are packed alike: `tables` of them, one after the other, each of `rows` rows of
-/// `dim` numbers.
+/// Matrices that are packed alike: `tables` of them, one after the other, each with rows of `dim`
+/// numbers.
 struct Matrices<'a> {
     numbers: View<'a>,
     tables: usize,
@@ -152,7 +152,7 @@ impl Matrices<'_> {
         let twice = self.transposed && packing != Packing::Single && !back;
         let pieces = tiles * 64 * if twice { 2 } else { 1 };
         let mut packed = Buffer::new(device, self.tables * pieces * 4)?;
-        let launch = kernel.launch().input(self.numbers.0, self.numbers.1)?;
+        let launch = kernel.launch().input(self.numbers)?;
         let launch = launch.value(self.features as i32).value(self.dim as i32).value(i32::from(self.hyperbolic));
         let launch = launch.value(scale).value(i32::from(back)).value(pieces as i32);
         let grid = [pieces.div_ceil(THREADS), self.tables, 1];

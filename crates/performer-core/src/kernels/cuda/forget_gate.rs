@@ -41,7 +41,7 @@ pub(in crate::kernels) fn forward(x: View, weight: View, bias: View) -> Result<(
     let macros: [Macro; 1] = [("STORAGE", &storage(x.0.dtype())?)];
     let kernel = SOURCE.kernel(device, "forget_gates", &macros, 0)?;
     let launch = kernel.launch().value(rows as i64).value(tokens as i32).value(width as i32);
-    let launch = launch.value(heads as i32).input(x.0, x.1)?.input(weight.0, weight.1)?.input(bias.0, bias.1)?;
+    let launch = launch.value(heads as i32).input(x)?.input(weight)?.input(bias)?;
     // SAFETY: all tensors have the sizes that the kernel is told.
     unsafe { launch.output(&mut gates)?.run([rows.div_ceil(ROWS), 1, 1], THREADS) }?;
     Ok((gates, shape))
@@ -62,19 +62,19 @@ pub(in crate::kernels) fn backward(x: View, weight: View, gates: View, grad: Vie
 
     let kernel = SOURCE.kernel(device, "forget_gate_slopes", &macros, 0)?;
     let launch = kernel.launch().value(rows as i64).value(tokens as i32).value(heads as i32);
-    let launch = launch.input(gates.0, gates.1)?.input(grad.0, grad.1)?.output(&mut slopes)?;
+    let launch = launch.input(gates)?.input(grad)?.output(&mut slopes)?;
     // SAFETY: all tensors have the sizes that the kernel is told.
     unsafe { launch.run([(rows * heads).div_ceil(THREADS), 1, 1], THREADS) }?;
 
     let kernel = SOURCE.kernel(device, "forget_gate_rows", &macros, 0)?;
     let launch = kernel.launch().value(rows as i64).value(width as i32).value(heads as i32);
-    let launch = launch.input(weight.0, weight.1)?.output(&mut slopes)?.output(&mut of_x)?;
+    let launch = launch.input(weight)?.output(&mut slopes)?.output(&mut of_x)?;
     // SAFETY: all tensors have the sizes that the kernel is told.
     unsafe { launch.run([rows.div_ceil(ROWS), 1, 1], THREADS) }?;
 
     let kernel = SOURCE.kernel(device, "forget_gate_weights", &macros, 0)?;
     let launch = kernel.launch().value(rows as i64).value(width as i32).value(heads as i32);
-    let launch = launch.input(x.0, x.1)?.output(&mut slopes)?.output(&mut sums)?;
+    let launch = launch.input(x)?.output(&mut slopes)?.output(&mut sums)?;
     let grid = [(width + 1).div_ceil(32) * heads.div_ceil(SUMMED[1]), splits, 1];
     // SAFETY: all tensors have the sizes that the kernel is told; every thread block writes its
     // part of the sums.

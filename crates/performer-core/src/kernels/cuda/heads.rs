@@ -109,10 +109,10 @@ fn launch(x: View, merged: bool, turn: Option<(Pairs, f32, [View; 2])>) -> Resul
             direction,
             table_stride: table_stride as i64,
         };
-        launch = launch.value(turn).input(cos.0, cos.1)?.input(sin.0, sin.1)?;
+        launch = launch.value(turn).input(cos)?.input(sin)?;
     }
     // SAFETY: sizes and strides are those of the tensors.
-    unsafe { launch.input(x.0, x.1)?.output(&mut out)?.run([count.div_ceil(THREADS), 1, 1], THREADS) }?;
+    unsafe { launch.input(x)?.output(&mut out)?.run([count.div_ceil(THREADS), 1, 1], THREADS) }?;
     Ok(out)
 }
 

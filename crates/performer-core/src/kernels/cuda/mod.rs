@@ -233,8 +233,8 @@ impl<'a> Launch<'a> {
     }
 
     /// Adds a pointer to a tensor's first number to the arguments.
-    pub fn input(mut self, storage: &'a CudaStorage, layout: &Layout) -> Result<Self> {
-        let pointer = self.address(storage, layout)?;
+    pub fn input(mut self, view: View<'a>) -> Result<Self> {
+        let pointer = self.address(view)?;
         Ok(self.value(pointer))
     }
 
@@ -246,7 +246,7 @@ impl<'a> Launch<'a> {
 
     /// Returns the address of a tensor's first number, for a struct of pointers that is given to
     /// [`Self::value`] of this launch.
-    pub fn address(&mut self, storage: &'a CudaStorage, layout: &Layout) -> Result<u64> {
+    pub fn address(&mut self, (storage, layout): View<'a>) -> Result<u64> {
         on_slice!(&storage.slice, slice => {
             self.require_card(slice.context())?;
             let (pointer, sync) = slice.device_ptr(&self.kernel.stream);

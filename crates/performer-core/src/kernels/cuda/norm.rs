@@ -83,9 +83,9 @@ pub(in crate::kernels) fn forward(
     };
     let kernel = SOURCE.kernel(device, entry, &macros, 0)?;
     let launch = kernel.launch().value(rows as i64).value(width as i32).value(norm.eps);
-    let launch = launch.input(x.0, x.1)?.input(weight.0, weight.1)?;
+    let launch = launch.input(x)?.input(weight)?;
     let launch = match bias {
-        Some(bias) => launch.input(bias.0, bias.1)?,
+        Some(bias) => launch.input(bias)?,
         None => launch.nothing(),
     };
     // SAFETY: rows, weight and bias have the sizes that the kernel is told.
@@ -111,7 +111,7 @@ pub(in crate::kernels) fn backward(norm: &Norm, x: &Tensor, weight: &Tensor, gra
             let division: [super::Macro; 2] = [("LANES", &wide.lanes), ("PIECES", &wide.pieces)];
             let kernel = SOURCE.kernel(device, "norm_backward_wide", &[macros, division].concat(), 0)?;
             let launch = kernel.launch().value(rows as i64).value(width as i32).value(norm.eps);
-            let launch = launch.input(x.0, x.1)?.input(weight.0, weight.1)?.input(grad.0, grad.1)?;
+            let launch = launch.input(x)?.input(weight)?.input(grad)?;
             // SAFETY: everything has the sizes that the kernel is told; every thread block writes
             // its part of the sums.
             unsafe { launch.output(&mut dx)?.output(&mut sums)?.run([splits, 1, 1], THREADS) }?;
@@ -119,12 +119,12 @@ pub(in crate::kernels) fn backward(norm: &Norm, x: &Tensor, weight: &Tensor, gra
             let mut kept = allocate(device, &Shape::from((rows, 2)), DType::F32)?;
             let kernel = SOURCE.kernel(device, "norm_backward", &macros, 0)?;
             let launch = kernel.launch().value(rows as i64).value(width as i32).value(norm.eps);
-            let launch = launch.input(x.0, x.1)?.input(weight.0, weight.1)?.input(grad.0, grad.1)?;
+            let launch = launch.input(x)?.input(weight)?.input(grad)?;
             // SAFETY: everything has the sizes that the kernel is told.
             unsafe { launch.output(&mut dx)?.output(&mut kept)?.run([rows.div_ceil(ROWS), 1, 1], THREADS) }?;
             let kernel = SOURCE.kernel(device, "norm_weight_gradients", &macros, 0)?;
             let launch = kernel.launch().value(rows as i64).value(width as i32);
-            let launch = launch.input(x.0, x.1)?.input(grad.0, grad.1)?.output(&mut kept)?;
+            let launch = launch.input(x)?.input(grad)?.output(&mut kept)?;
             // SAFETY: everything has the sizes that the kernel is told; every thread block writes
             // its part of the sums.
             unsafe { launch.output(&mut sums)?.run([width.div_ceil(32), splits, 1], THREADS) }?;

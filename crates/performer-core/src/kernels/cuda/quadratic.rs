@@ -32,7 +32,7 @@ pub(in crate::kernels) fn forward(map: &QuadraticFeatures, x: View) -> Result<(C
     let launch = kernel.launch().value(rows as i64).value(dim as i32).value(width as i32);
     let launch = launch.value(map.second).value(map.scale);
     // SAFETY: both tensors have the sizes that the kernel is told.
-    unsafe { launch.input(x.0, x.1)?.output(&mut out)?.run([rows.div_ceil(ROWS_OF_BLOCK), 1, 1], THREADS) }?;
+    unsafe { launch.input(x)?.output(&mut out)?.run([rows.div_ceil(ROWS_OF_BLOCK), 1, 1], THREADS) }?;
     Ok((out, shape))
 }
 
@@ -48,7 +48,7 @@ pub(in crate::kernels) fn backward(map: &QuadraticFeatures, x: View, grad: View)
     let kernel = SOURCE.kernel(device, "quadratic_gradient", &[("STORAGE", &storage(x.0.dtype())?)], 0)?;
     let launch = kernel.launch().value(rows as i64).value(dim as i32).value(map.width(dim) as i32);
     let launch = launch.value(map.second).value(map.scale);
-    let launch = launch.input(x.0, x.1)?.input(grad.0, grad.1)?.output(&mut of_x)?;
+    let launch = launch.input(x)?.input(grad)?.output(&mut of_x)?;
     // SAFETY: all tensors have the sizes that the kernel is told.
     unsafe { launch.run([(rows * dim).div_ceil(THREADS), 1, 1], THREADS) }?;
     Ok(tensor(of_x, x.1.shape()))

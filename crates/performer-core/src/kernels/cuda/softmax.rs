@@ -283,7 +283,7 @@ impl<'a> Call<'a> {
         let gates = address(&mut launch, self.gate_sums.as_ref().map(|sums| (&sums.storage, &sums.layout)))?;
         launch = launch.value(Problem { gates, ..self.problem });
         for view in self.views {
-            launch = launch.input(view.0, view.1)?;
+            launch = launch.input(view)?;
         }
         optional(launch, self.visible)
     }
@@ -310,7 +310,7 @@ impl<'a> Call<'a> {
         let shape: [Macro; 3] = [("STORAGE", &storage(self.dtype)?), ("DIM", &self.dim), ("VALUES", &self.values)];
         let kernel = DELTA.kernel(device, "softmax_delta", &shape, 0)?;
         let launch = kernel.launch().value(count as i64).value(self.width as i32);
-        let launch = launch.input(out.0, out.1)?.input(grad.0, grad.1)?;
+        let launch = launch.input(out)?.input(grad)?;
         // SAFETY: as many rows as the kernel is told.
         unsafe { launch.output(&mut delta.storage)?.run([count.div_ceil(THREADS / 32), 1, 1], THREADS) }?;
 
@@ -322,8 +322,8 @@ impl<'a> Call<'a> {
         let (mut of_queries, mut of_keys) = (sums(count)?, sums(self.batch * self.key_heads * self.keys)?);
         let mut dq = like(self.heads, self.queries, self.dim)?;
         let kernel = self.kernel("query_gradients")?;
-        let launch = self.begin(&kernel)?.input(grad.0, grad.1)?.input(&logs.storage, &logs.layout)?;
-        let launch = launch.input(&delta.storage, &delta.layout)?.output(&mut dq.storage)?;
+        let launch = self.begin(&kernel)?.input(grad)?.input(logs.view())?;
+        let launch = launch.input(delta.view())?.output(&mut dq.storage)?;
         let launch = optional_output(launch, of_queries.as_mut())?;
         // SAFETY: strides and sizes are those of the tensors; every row is written.
         unsafe { launch.run([self.batch * self.heads, self.queries.div_ceil(rows), 1], threads) }?;
@@ -331,8 +331,8 @@ impl<'a> Call<'a> {
         let (mut dk, mut dv) =
             (like(self.key_heads, self.keys, self.dim)?, like(self.key_heads, self.keys, self.values)?);
         let kernel = self.kernel("key_gradients")?;
-        let launch = self.begin(&kernel)?.input(grad.0, grad.1)?.input(&logs.storage, &logs.layout)?;
-        let launch = launch.input(&delta.storage, &delta.layout)?.output(&mut dk.storage)?.output(&mut dv.storage)?;
+        let launch = self.begin(&kernel)?.input(grad)?.input(logs.view())?;
+        let launch = launch.input(delta.view())?.output(&mut dk.storage)?.output(&mut dv.storage)?;
         let launch = optional_output(launch, of_keys.as_mut())?;
         // SAFETY: strides and sizes are those of the tensors; every row of both gradients is
         // written.
@@ -351,8 +351,8 @@ impl<'a> Call<'a> {
         let kernel = gate_kernel(device, "softmax_gate_gradients")?;
         let problem = self.problem;
         let launch = kernel.launch().value(problem.keys).value(problem.queries).value(problem.offset);
-        let launch = launch.value(problem.group).input(&of_queries.storage, &of_queries.layout)?;
-        let launch = launch.input(&of_keys.storage, &of_keys.layout)?.output(&mut gradients.storage)?;
+        let launch = launch.value(problem.group).input(of_queries.view())?;
+        let launch = launch.input(of_keys.view())?.output(&mut gradients.storage)?;
         // SAFETY: as many key heads and tokens as the kernel is told; every gate is written.
         unsafe { launch.run([self.batch * self.key_heads, 1, 1], THREADS) }?;
         Ok(gradients)
@@ -373,7 +373,7 @@ fn sums_of_gates(gates: View<'_>, heads: usize, keys: usize) -> Result<Buffer> {
     let device = gates.0.device();
     let mut sums = Buffer::new(device, 2 * heads * keys)?;
     let kernel = gate_kernel(device, "softmax_gate_sums")?;
-    let launch = kernel.launch().value(keys as i32).input(gates.0, gates.1)?.output(&mut sums.storage)?;
+    let launch = kernel.launch().value(keys as i32).input(gates)?.output(&mut sums.storage)?;
     // SAFETY: as many heads and tokens as the kernel is told; every sum is written.
     unsafe { launch.run([heads, 1, 1], THREADS) }?;
     Ok(sums)

@@ -49,7 +49,7 @@ impl AttentionPasses for FavorBeside {
 
     fn cpu(&self, qkv: [Stored<'_, CpuStorage>; 3], beside: &[Stored<'_, CpuStorage>]) -> Result<(CpuStorage, Shape)> {
         // The maps of the form have the parameters already.
-        let gates = self.gated.then(|| contiguous(beside[0].0, beside[0].1)).transpose()?;
+        let gates = self.gated.then(|| contiguous(beside[0])).transpose()?;
         self.passes.forward(qkv, gates)
     }
 
@@ -67,8 +67,8 @@ impl AttentionPasses for FavorBeside {
         let mut of_others = Vec::new();
         let [dq, dk, dv] = if self.gated {
             let mut dgates = vec![0f32; beside[0].elem_count()];
-            let of_qkv = with_storages([beside[0]], |[(gates, layout)]| {
-                let gates = (Some(contiguous(gates, layout)?), &mut dgates[..]);
+            let of_qkv = with_storages([beside[0]], |[gates]| {
+                let gates = (Some(contiguous(gates)?), &mut dgates[..]);
                 self.passes.backward(qkv, out, grad, &mut linear, gates)
             })?;
             of_others.push(gradient(dgates, beside[0])?);

@@ -29,7 +29,7 @@ use super::super::{
     instructions::arch,
     rows::Span,
     threads,
-    vector::{LANES, sum},
+    vector::{LANES, dot, sum},
 };
 use super::{
     CHUNK, Head, Sums,
@@ -310,7 +310,7 @@ fn read<S: Simd>(
         tile.read_chunk(simd, n, triangle, rows);
         for (i, (den, weights)) in dens.iter_mut().zip(weights.chunks_exact(tile.features)).enumerate() {
             let seen = (i / LANES + 1) * LANES;
-            *den = tile.past(simd, weights, sums) + sum(simd, &triangle[i * CHUNK..i * CHUNK + seen]);
+            *den = dot(simd, weights, &sums.norm) + sum(simd, &triangle[i * CHUNK..i * CHUNK + seen]);
         }
         tile.write(n, rows, dens, out.take());
     }

@@ -16,6 +16,7 @@ use super::super::{
     instructions::arch,
     rows::{Rows, Span},
     transpose::transpose,
+    vector::dot,
 };
 use super::{
     CHUNK, Head, Sums,
@@ -109,7 +110,7 @@ impl WithSimd for Queries<'_> {
             tile.read_sums(simd, n, &weights, sums, &mut rows);
             let dens = &mut dens[start - first..start - first + n];
             for (den, weights) in dens.iter_mut().zip(weights.chunks_exact(tile.features)) {
-                *den = tile.past(simd, weights, sums);
+                *den = dot(simd, weights, &sums.norm);
             }
             tile.write(n, &rows, dens, &mut out[(start - first) * width..(start - first + n) * width]);
         }

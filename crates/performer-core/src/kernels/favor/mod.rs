@@ -364,9 +364,9 @@ impl<'a> Inputs<'a> {
         Ok(Self {
             form,
             named: [("q", q.0, q.1), ("k", k.0, k.1), ("v", v.0, v.1)],
-            q: Heads::new(q.0, q.1)?,
-            k: Heads::new(k.0, k.1)?,
-            v: Heads::new(v.0, v.1)?,
+            q: Heads::new(q)?,
+            k: Heads::new(k)?,
+            v: Heads::new(v)?,
             visible,
             gates,
             group: heads / key_heads,

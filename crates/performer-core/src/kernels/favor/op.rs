@@ -135,7 +135,7 @@ impl Passes {
         with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
             let inputs = Inputs::new(&self.form, [q, k, v], self.visible.as_deref(), gates)?;
             let out = self.out.get().map_or(out, |(out, layout)| (out, layout));
-            let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
+            let (out, grad) = (Heads::new(out)?, Heads::new(grad)?);
             let [dq, dk, dv_] = &mut gradients;
             let keys = inputs.keys;
             let spare = spare_threads(saved.len());
@@ -195,8 +195,8 @@ impl Operation<3> for Favor {
         "favor"
     }
 
-    fn cpu(&self, [(s1, l1), (s2, l2), (s3, l3)]: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
-        self.0.forward([(s1, l1), (s2, l2), (s3, l3)], None)
+    fn cpu(&self, qkv: [Stored<'_, CpuStorage>; 3]) -> Result<(CpuStorage, Shape)> {
+        self.0.forward(qkv, None)
     }
 
     fn backward(&self, [q, k, v]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {

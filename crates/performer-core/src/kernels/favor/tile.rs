@@ -287,12 +287,6 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// The part of a query's denominator that comes from the sums.
-    #[inline(always)]
-    pub(super) fn past<S: Simd>(&self, simd: S, weights: &[f32], sums: &Sums) -> f32 {
-        dot(simd, weights, &sums.norm)
-    }
-
     /// Writes the outputs: numerators (`rows`) over denominators, and the logarithms of the
     /// denominators where they are asked for. A denominator of exactly zero means that no key was
     /// visible: the row is zero.

@@ -31,7 +31,7 @@ use super::{
         padded,
         rows::{Heads, Matrix, Rows, Span},
         spare_threads,
-        vector::{self, LANES, add, dot, exp_above, multiply, multiply_by_positive, subtract, sum},
+        vector::{self, LANES, add, dot, exp_minus_each_above, multiply, multiply_by_positive, subtract, sum},
         with_storages,
     },
     Denominator, Forgotten, Head, Inputs, KEYS, NEGLIGIBLE, PIECE, QUERIES, Softmax,
@@ -143,7 +143,7 @@ impl WithSimd for Backward<'_> {
                 gemm(simd, Accumulate::No, [keys, columns, vd], v.left(j), right, &mut products, QUERIES);
                 let pairs = weights.chunks_exact_mut(QUERIES).zip(products.chunks_exact_mut(QUERIES));
                 for (weight, product) in pairs.take(keys) {
-                    exp_above(simd, &mut weight[..columns], &largest[..columns], NEGLIGIBLE);
+                    exp_minus_each_above(simd, &mut weight[..columns], &largest[..columns], NEGLIGIBLE);
                     subtract(simd, &mut product[..columns], &delta[..columns]);
                     // The product of a hidden key may be infinite, and its weight is 0.
                     multiply_by_positive(simd, &mut product[..columns], &weight[..columns]);
@@ -245,7 +245,7 @@ impl Softmax {
         };
         with_storages([q, k, v, out, &grad], |[q, k, v, out, grad]| {
             let inputs = Inputs::new([q, k, v], gates, &self.seen)?;
-            let (out, grad) = (Heads::new(out.0, out.1)?, Heads::new(grad.0, grad.1)?);
+            let (out, grad) = (Heads::new(out)?, Heads::new(grad)?);
             let pass = Pass { inputs: &inputs, out: &out, grad: &grad, denominators };
             let mut dlogs = dlog.chunks_exact_mut(keys);
             let mut of_rows = of_rows.chunks_exact_mut(t);

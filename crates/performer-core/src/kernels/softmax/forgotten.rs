@@ -217,7 +217,7 @@ mod tests {
     use pulp::WithSimd;
 
     use super::{
-        super::super::{instructions::arch, rows::Heads},
+        super::super::{instructions::arch, rows::Rows},
         *,
     };
 
@@ -243,7 +243,7 @@ mod tests {
     #[test]
     fn tiles_end_where_weights_do() {
         let ones = vec![1f32; 1024 * 16];
-        let rows = Heads::matrix(&ones, 16);
+        let rows = Rows::new(&ones, 16);
         for (gate, score, tokens) in [
             (0.0, 16.0, 1024.0),
             (-1.0, 16.0, 60.0),
