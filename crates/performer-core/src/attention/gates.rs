@@ -16,6 +16,12 @@ pub(super) const LOWEST: f64 = -1e30;
 /// That gate as f32 rounds it, to a number that is slightly lower.
 const LOWEST_OF_F32: f64 = LOWEST as f32 as f64;
 
+/// Gates as the kernels take them: f32, contiguous. Refuses those that [`check`] refuses.
+pub(super) fn for_kernels(gates: &Tensor) -> Result<Tensor> {
+    check(gates)?;
+    ops::contiguous(&ops::to_dtype(gates, DType::F32)?)
+}
+
 /// Refuses gates outside `-1e30..=0`, on the CPU. Elsewhere this would wait for the device on every
 /// call.
 pub(super) fn check(gates: &Tensor) -> Result<()> {

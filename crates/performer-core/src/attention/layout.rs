@@ -126,6 +126,13 @@ impl Rows {
     }
 }
 
+/// Divides the rows `(B, H, T, Dv + 1)` of a kernel into values and the logarithm of the denominator
+/// that stands after them.
+pub(super) fn values_and_logs(rows: &Tensor) -> Result<(Tensor, Tensor)> {
+    let values = rows.dim(3)? - 1;
+    Ok((ops::narrow(rows, 3, 0, values)?, ops::narrow(rows, 3, values, 1)?))
+}
+
 /// Joins two parts of one attention, each given by its quotients and logarithms of denominators.
 pub(super) fn join((near, near_log): (&Tensor, &Tensor), (far, far_log): (&Tensor, &Tensor)) -> Result<Tensor> {
     // The maximum cancels in the quotient, so it is a constant to the gradient.

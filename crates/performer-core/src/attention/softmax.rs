@@ -11,13 +11,10 @@ use super::{
     exact::{Exact, check_sinks, check_window},
     gates,
     inputs::{Sizes, contiguous_rows},
-    layout::{FLOOR, Folded, Rows, values_and_one},
+    layout::{FLOOR, Folded, Rows, values_and_logs, values_and_one},
     state::bytes_of,
 };
-use crate::{
-    kernels::{self, softmax},
-    ops,
-};
+use crate::kernels::{self, softmax};
 
 /// The least first capacity of a key-value cache, in tokens; a longer prompt sets its own. A cache
 /// that is full grows to twice its size, or to what is needed if that is more.
@@ -100,15 +97,16 @@ impl Softmax {
             Ok(Kernel::Cpu) => {
                 let visible = mask.visible_flags(sizes.batch)?;
                 let seen = softmax::Seen { offset, window: self.window, sinks: self.sinks, visible };
-                inputs.gates.map(gates::check).transpose()?;
-                softmax::softmax(inputs.contiguous_rows()?.each_ref(), inputs.gates, seen, false)
+                let gates = inputs.gates.map(gates::for_kernels).transpose()?;
+                softmax::softmax(inputs.contiguous_rows()?.each_ref(), gates.as_ref(), seen, false)
             }
             #[cfg(feature = "cuda")]
             Ok(Kernel::Cuda) => {
                 let (window, sinks) = (self.window, self.sinks);
                 let visible = mask.visible_of(sizes.batch, inputs.q.device())?;
                 let seen = kernels::cuda::softmax::Seen { offset, window, sinks, visible };
-                kernels::cuda::softmax::softmax(inputs.contiguous_rows()?.each_ref(), inputs.gates, seen)
+                let gates = inputs.gates.map(gates::for_kernels).transpose()?;
+                kernels::cuda::softmax::softmax(inputs.contiguous_rows()?.each_ref(), gates.as_ref(), seen)
             }
             Err(_) => {
                 let folded = Folded::new(inputs, mask)?;
@@ -156,18 +154,19 @@ impl Softmax {
         let (q, offset, window) = (inputs.q, Some(offset), Some(window));
         match self.kernel(inputs) {
             Ok(Kernel::Cpu) => {
-                let dv = inputs.v.dim(3)?;
                 let visible = mask.visible_flags(q.dim(0)?)?;
                 let seen = softmax::Seen { offset, window, sinks, visible };
-                inputs.gates.map(gates::check).transpose()?;
-                let rows = softmax::softmax(inputs.contiguous_rows()?.each_ref(), inputs.gates, seen, true)?;
-                Ok((ops::narrow(&rows, 3, 0, dv)?, ops::narrow(&rows, 3, dv, 1)?))
+                let gates = inputs.gates.map(gates::for_kernels).transpose()?;
+                let rows = softmax::softmax(inputs.contiguous_rows()?.each_ref(), gates.as_ref(), seen, true)?;
+                values_and_logs(&rows)
             }
             #[cfg(feature = "cuda")]
             Ok(Kernel::Cuda) if q.dtype() == candle_core::DType::F32 => {
                 let visible = mask.visible_of(q.dim(0)?, q.device())?;
                 let seen = kernels::cuda::softmax::Seen { offset, window, sinks, visible };
-                kernels::cuda::softmax::softmax_with_logs(inputs.contiguous_rows()?.each_ref(), inputs.gates, seen)
+                let (qkv, gates) = (inputs.contiguous_rows()?, inputs.gates.map(gates::for_kernels).transpose()?);
+                let rows = kernels::cuda::softmax::softmax_with_logs(qkv.each_ref(), gates.as_ref(), seen)?;
+                values_and_logs(&rows)
             }
             _ => {
                 let folded = Folded::new(inputs, mask)?;

@@ -20,10 +20,10 @@ use super::{
     compute_dtype, contiguous,
     heads::arrange,
     instructions::arch,
+    matmul,
     operation::{Operation, Stored},
     with_storages,
 };
-use crate::ops::matmul;
 
 /// `Linear` computes `x Wᵀ` or `x Wᵀ + b`, in the type of `x`, for rows of `x`, `W` `(N, K)` and
 /// `b` `(N)`.

@@ -77,6 +77,15 @@ pub(crate) fn compute_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
+/// The product of two matrices, `(N, K)` and `(K, M)`, of one type. One of bf16 on the CPU is made
+/// in f32 and rounded, because Candle 0.11.0 has none of its own for it.
+pub(crate) fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    if a.device().is_cpu() && a.dtype() == DType::BF16 {
+        return a.to_dtype(DType::F32)?.matmul(&b.to_dtype(DType::F32)?)?.to_dtype(DType::BF16);
+    }
+    a.matmul(b)
+}
+
 /// Whether the CPU kernels take this tensor: it is on the CPU and f32, f16 or bf16.
 pub(crate) fn takes(t: &Tensor) -> bool {
     matches!(t.device(), Device::Cpu) && matches!(t.dtype(), DType::F32 | DType::F16 | DType::BF16)

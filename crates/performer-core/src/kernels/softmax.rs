@@ -53,7 +53,6 @@ use super::{
     vector::{self, add, dot, exp_minus, exp_minus_each_above, max, max_each, multiply, sum},
     with_storages,
 };
-use crate::ops;
 
 /// The queries of a tile.
 const QUERIES: usize = 64;
@@ -88,7 +87,7 @@ pub(crate) struct Seen {
 pub(crate) fn softmax([q, k, v]: [&Tensor; 3], gates: Option<&Tensor>, seen: Seen, logs: bool) -> Result<Tensor> {
     let softmax = Softmax { seen, with_logs: logs, denominators: OnceLock::new() };
     let Some(gates) = gates else { return apply(softmax, [q, k, v]) };
-    apply_beside(GatedSoftmax(softmax), [q, k, v], &[&ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?])
+    apply_beside(GatedSoftmax(softmax), [q, k, v], &[gates])
 }
 
 /// `Softmax` is softmax attention as one differentiable operation on `(q, k, v)`.

@@ -14,11 +14,10 @@ use candle_core::{
 };
 
 use super::{
-    compute_dtype,
+    compute_dtype, matmul,
     operation::{Operation, Stored, apply},
     rows::Span,
 };
-use crate::ops::matmul;
 
 /// The most bytes of one tensor of logits; a tile has one row at least. Where Candle's operations
 /// compute the losses, up to three more tensors of f32 of as many numbers exist beside it.

@@ -1,6 +1,6 @@
 //! Linear maps of rows and of heads.
 
-use candle_core::{DType, Result, Shape, Tensor, bail};
+use candle_core::{Result, Shape, Tensor, bail};
 
 use super::{activation::swiglu, add, contiguous, is_fused, rotary::turn};
 use crate::kernels::{
@@ -10,15 +10,6 @@ use crate::kernels::{
     rotary::Rotary,
     swiglu::SwigluLinear,
 };
-
-/// The product of two matrices, `(N, K)` and `(K, M)`, of one type. One of bf16 on the CPU is made
-/// in f32 and rounded, because Candle 0.11.0 has none of its own for it.
-pub(crate) fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    if a.device().is_cpu() && a.dtype() == DType::BF16 {
-        return a.to_dtype(DType::F32)?.matmul(&b.to_dtype(DType::F32)?)?.to_dtype(DType::BF16);
-    }
-    a.matmul(b)
-}
 
 /// A linear map takes rows `x` to `x Wᵀ + b`: `x` `(.., K)`, `weight` `(N, K)`, `bias` `(N)` →
 /// `(.., N)`, of the type of `x`.

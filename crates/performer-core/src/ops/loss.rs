@@ -2,8 +2,8 @@
 
 use candle_core::{D, DType, Device, Result, Shape, Tensor, bail};
 
-use super::{contiguous, index_select, is_fused_on_cpu, matmul, reshape, scale, sum_all};
-use crate::kernels::compute_dtype;
+use super::{contiguous, index_select, is_fused_on_cpu, reshape, scale, sum_all};
+use crate::kernels::{compute_dtype, matmul};
 use crate::kernels::{
     cross_entropy::{CrossEntropy, Teacher},
     operation::apply,

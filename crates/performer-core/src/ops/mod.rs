@@ -51,7 +51,7 @@ pub use convolution::short_convolution;
 pub(crate) use convolution::{convolved_heads, hide};
 pub use embedding::embedding;
 pub use linear::{linear, linear_residual, swiglu_linear};
-pub(crate) use linear::{linear_of_heads, linear_to_heads, matmul};
+pub(crate) use linear::{linear_of_heads, linear_to_heads};
 pub use loss::{Targets, cross_entropy, linear_cross_entropy, linear_distillation};
 pub(crate) use norm::normalise;
 pub use norm::{layer_norm, rms_norm};

@@ -12,7 +12,7 @@ use super::cuda::Cuda;
 #[cfg(feature = "metal")]
 use super::metal::Metal;
 use crate::{
-    attention::{Inputs, Mask, Path, State, inputs::Sizes},
+    attention::{Inputs, Mask, Path, State, inputs::Sizes, layout::values_and_logs},
     features::{ExponentialForm, FeatureMap, check_forms},
     ops,
 };
@@ -43,6 +43,14 @@ impl Call<'_> {
         let rows = ops::reshape(&ops::contiguous(&scaled)?, (b * hkv, (h / hkv) * t, d))?;
         ops::reshape(&self.map.query_offset(&rows)?, (b, h, t, 1))
     }
+
+    /// The rows that a kernel returns for ready features, whose heads may be folded into the batch,
+    /// in the shape and type of this call.
+    pub(super) fn unfolded(&self, rows: &Tensor) -> Result<Tensor> {
+        let Sizes { batch, heads, queries, value_dim, .. } = self.sizes;
+        let rows = ops::reshape(rows, (batch, heads, queries, value_dim + usize::from(self.logs)))?;
+        ops::to_dtype(&rows, self.inputs.q.dtype())
+    }
 }
 
 /// The parameters of a trained map as they are now, from its `form`.
@@ -68,6 +76,14 @@ pub(super) fn check_heads(fitted: usize, k: &Tensor) -> Result<()> {
     Ok(())
 }
 
+/// Puts the parameters of a trained map into one tensor `(maps, 2·M·D + M)`, f32, since an operation
+/// takes few: its rows for queries and for keys `(maps, M, D)`, and its weights of keys `(maps, M)`.
+pub(super) fn join_parameters([queries, keys, log_weights]: [&Tensor; 3]) -> Result<Tensor> {
+    let (maps, m, d) = queries.dims3()?;
+    let flat = |rows: &Tensor| ops::reshape(rows, (maps, m * d));
+    ops::to_dtype(&ops::cat(&[&flat(queries)?, &flat(keys)?, log_weights], 1)?, DType::F32)
+}
+
 /// What a call returns.
 pub(super) struct Output {
     /// Attention, `(B, H, Tq, Dv)`.
@@ -75,6 +91,17 @@ pub(super) struct Output {
     /// The logarithms of its denominators, `(B, H, Tq, 1)`, in the scale of the kernel that the map
     /// estimates; present if they were wanted.
     pub(super) logs: Option<Tensor>,
+}
+
+impl Output {
+    /// Takes the rows of a kernel, `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms.
+    pub(super) fn of_rows(call: &Call<'_>, rows: Tensor) -> Result<Self> {
+        if !call.logs {
+            return Ok(Self { values: rows, logs: None });
+        }
+        let (values, logs) = values_and_logs(&rows)?;
+        Ok(Self { values, logs: Some(logs) })
+    }
 }
 
 /// A way of computing FAVOR for one feature map.

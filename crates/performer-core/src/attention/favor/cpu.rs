@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{
-    backend::{Backend, Call, Fused, Output, check_heads, trained_parameters},
+    backend::{Backend, Call, Fused, Output, check_heads, join_parameters, trained_parameters},
     ready::{Ready, ReadyForm},
 };
 use crate::{
@@ -79,7 +79,9 @@ impl Source {
 /// The parameters of a [`Source::Trained`] map as they are now.
 fn parameters(map: &dyn FeatureMap) -> Result<Trained> {
     let form = map.exponential_form();
-    Trained::new(trained_parameters(map, form.as_ref())?)
+    let parameters = trained_parameters(map, form.as_ref())?;
+    let (_, m, d) = parameters[0].dims3()?;
+    Trained::new(join_parameters(parameters)?, [m, d])
 }
 
 /// Ready features as the kernels take them.
@@ -100,15 +102,14 @@ impl Cpu {
 
     /// Splits what the kernels return into values and logarithms.
     fn output(&self, call: &Call<'_>, rows: Tensor) -> Result<Output> {
-        if !call.logs {
-            return Ok(Output { values: rows, logs: None });
-        }
-        let dv = call.sizes.value_dim;
-        let (values, logs) = (ops::narrow(&rows, 3, 0, dv)?, ops::narrow(&rows, 3, dv, 1)?);
+        let out = Output::of_rows(call, rows)?;
         // Ready features hold all of a feature; where the kernels make them, they leave out what
         // all features of a query share.
-        let logs = if matches!(self.source, Source::Ready) { logs } else { ops::sub(&logs, &call.query_offset()?)? };
-        Ok(Output { values, logs: Some(logs) })
+        if matches!(self.source, Source::Ready) {
+            return Ok(out);
+        }
+        let logs = out.logs.map(|logs| ops::sub(&logs, &call.query_offset()?)).transpose()?;
+        Ok(Output { logs, ..out })
     }
 }
 
@@ -133,8 +134,8 @@ impl Backend for Cpu {
     fn forward(&self, call: &Call<'_>) -> Result<Output> {
         let (inputs, sizes, causal) = (call.inputs, call.sizes, call.mask.is_causal());
         let visible = || call.mask.visible_flags(sizes.batch);
-        let gates = inputs.gates;
-        gates.map(gates::check).transpose()?;
+        let gates = inputs.gates.map(gates::for_kernels).transpose()?;
+        let gates = gates.as_ref();
         let rows = match &self.source {
             Source::Constant(maps) => {
                 check_heads(maps.len(), inputs.k)?;
@@ -151,11 +152,8 @@ impl Backend for Cpu {
                 let flags =
                     |t: &Tensor| Ok::<_, candle_core::Error>(t.to_vec1::<u8>()?.iter().map(|&x| x != 0).collect());
                 let visible = ready.visible.as_ref().map(flags).transpose()?;
-                let width = sizes.value_dim + usize::from(call.logs);
-                let form = form(&ready, call.logs);
-                let rows = favor::favor(form, [&ready.q, &ready.k, &ready.v], gates, visible, causal)?;
-                let rows = ops::reshape(&rows, (sizes.batch, sizes.heads, sizes.queries, width))?;
-                ops::to_dtype(&rows, inputs.q.dtype())?
+                let qkv = [&ready.q, &ready.k, &ready.v];
+                call.unfolded(&favor::favor(form(&ready, call.logs), qkv, gates, visible, causal)?)?
             }
         };
         self.output(call, rows)
@@ -163,10 +161,7 @@ impl Backend for Cpu {
 
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {
         let (inputs, sizes) = (call.inputs, call.sizes);
-        let numbers = |gates: &Tensor| -> Result<Vec<f32>> {
-            gates::check(gates)?;
-            gates.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
-        };
+        let numbers = |gates: &Tensor| gates::for_kernels(gates)?.flatten_all()?.to_vec1::<f32>();
         let gates = inputs.gates.map(numbers).transpose()?;
         let constant = match &self.source {
             Source::Constant(maps) => Some(Arc::clone(maps)),
@@ -206,9 +201,7 @@ impl Backend for Cpu {
         if call.begun || out.is_ok() {
             state.set(memory);
         }
-        let width = sizes.value_dim + usize::from(call.logs);
-        let rows = out?.reshape((sizes.batch, sizes.heads, sizes.queries, width))?;
-        self.output(call, rows.to_dtype(inputs.q.dtype())?)
+        self.output(call, call.unfolded(&out?)?)
     }
 }
 

@@ -5,16 +5,13 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::{
-    backend::{Backend, Call, Fused, Output, check_heads, trained_parameters},
+    backend::{Backend, Call, Fused, Output, check_heads, join_parameters, trained_parameters},
     ready::{Ready, ReadyForm},
 };
 use crate::{
-    attention::{Memory, State, StateRecord},
+    attention::{Memory, State, StateRecord, gates},
     features::{ExponentialForm, FeatureMap},
-    kernels::{
-        cuda::favor::{self, Map, OwnKeys, Projection, Sums},
-        favor::join_parameters,
-    },
+    kernels::cuda::favor::{self, Map, OwnKeys, Projection, Sums},
     ops,
 };
 
@@ -93,19 +90,10 @@ impl Cuda {
 
 /// Adds to logarithms of denominators what the kernels leave out where they compute features: the
 /// factor common to all features of a query, and the factor `1/√F` of keys.
-fn complete(call: &Call<'_>, logs: Tensor) -> Result<Tensor> {
+fn complete(call: &Call<'_>, out: Output) -> Result<Output> {
     let of_keys = 0.5 * (call.map.feature_dim() as f64).ln();
-    ops::sub(&logs, &ops::affine(&call.query_offset()?, 1.0, of_keys)?)
-}
-
-/// Unfolds what comes of ready features, whose heads may be folded into the batch.
-fn unfold(call: &Call<'_>, (values, logs): (Tensor, Option<Tensor>)) -> Result<Output> {
-    let (sizes, dtype) = (call.sizes, call.inputs.q.dtype());
-    let unfold = |rows: Tensor, width: usize| {
-        ops::to_dtype(&ops::reshape(&rows, (sizes.batch, sizes.heads, sizes.queries, width))?, dtype)
-    };
-    let logs = logs.map(|logs| unfold(logs, 1)).transpose()?;
-    Ok(Output { values: unfold(values, sizes.value_dim)?, logs })
+    let complete = |logs: Tensor| ops::sub(&logs, &ops::affine(&call.query_offset()?, 1.0, of_keys)?);
+    Ok(Output { logs: out.logs.map(complete).transpose()?, ..out })
 }
 
 /// Ready features as the kernels take them.
@@ -119,14 +107,14 @@ fn form(ready: &Ready) -> Map {
 
 /// Gates as the kernels take them: f32, contiguous. Heads of ready features are folded into the
 /// batch.
-fn gates(call: &Call<'_>, folded: bool) -> Result<Option<Tensor>> {
+fn gates_of(call: &Call<'_>, folded: bool) -> Result<Option<Tensor>> {
     let sizes = call.sizes;
     let shape = if folded {
         (sizes.batch * sizes.key_heads, 1, sizes.keys)
     } else {
         (sizes.batch, sizes.key_heads, sizes.keys)
     };
-    let take = |gates: &Tensor| ops::reshape(&ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?, shape);
+    let take = |gates: &Tensor| ops::reshape(&gates::for_kernels(gates)?, shape);
     call.inputs.gates.map(take).transpose()
 }
 
@@ -164,17 +152,18 @@ impl Backend for Cuda {
                 Some(ready) => (ready, false),
                 None => (Ready::new(call)?, true),
             };
-            let gates = gates(call, folded)?;
+            let gates = gates_of(call, folded)?;
             let (visible, qkv) = (ready.visible.clone(), [&ready.q, &ready.k, &ready.v]);
             let beside = [gates.as_ref(), None];
-            return unfold(call, favor::favor(&form(&ready), qkv, beside, visible, causal, call.logs)?);
+            let rows = favor::favor(&form(&ready), qkv, beside, visible, causal, call.logs)?;
+            return Output::of_rows(call, call.unfolded(&rows)?);
         };
         let visible = call.mask.visible_of(call.sizes.batch, call.inputs.q.device())?;
         let visible = visible.map(|visible| visible.flatten_all()?.contiguous()).transpose()?;
-        let (gates, parameters) = (gates(call, false)?, self.parameters(call)?);
+        let (gates, parameters) = (gates_of(call, false)?, self.parameters(call)?);
         let (qkv, beside) = (call.inputs.contiguous_rows()?, [gates.as_ref(), parameters.as_ref()]);
-        let (values, logs) = favor::favor(&map, qkv.each_ref(), beside, visible, causal, call.logs)?;
-        Ok(Output { values, logs: logs.map(|logs| complete(call, logs)).transpose()? })
+        let rows = favor::favor(&map, qkv.each_ref(), beside, visible, causal, call.logs)?;
+        complete(call, Output::of_rows(call, rows)?)
     }
 
     fn advance(&self, call: &Call<'_>, state: &mut State) -> Result<Output> {
@@ -184,12 +173,13 @@ impl Backend for Cuda {
         let mut extend = || -> Result<Output> {
             let Some(map) = self.computed(call)? else {
                 let ready = Ready::new(call)?;
-                let (qkv, gates) = ([&ready.q, &ready.k, &ready.v], gates(call, true)?);
-                return unfold(call, favor::extend(&form(&ready), qkv, gates.as_ref(), call.logs, heads, &mut sums)?);
+                let (qkv, gates) = ([&ready.q, &ready.k, &ready.v], gates_of(call, true)?);
+                let rows = favor::extend(&form(&ready), qkv, gates.as_ref(), call.logs, heads, &mut sums)?;
+                return Output::of_rows(call, call.unfolded(&rows)?);
             };
-            let (qkv, gates) = (call.inputs.contiguous_rows()?, gates(call, false)?);
-            let (values, logs) = favor::extend(&map, qkv.each_ref(), gates.as_ref(), call.logs, heads, &mut sums)?;
-            Ok(Output { values, logs: logs.map(|logs| complete(call, logs)).transpose()? })
+            let (qkv, gates) = (call.inputs.contiguous_rows()?, gates_of(call, false)?);
+            let rows = favor::extend(&map, qkv.each_ref(), gates.as_ref(), call.logs, heads, &mut sums)?;
+            complete(call, Output::of_rows(call, rows)?)
         };
         let out = extend();
         if let Some(sums) = sums {

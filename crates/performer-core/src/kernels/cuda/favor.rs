@@ -20,12 +20,9 @@ use super::{
     favor_call::{Call, Given, Gradients, Saved},
     shared_as_on_an_a100, storage, with_storages,
 };
-use crate::{
-    kernels::favor::{
-        blocks::{Blocks, MOST_FEATURES, MOST_WIDTH, MapKind},
-        records,
-    },
-    ops,
+use crate::kernels::favor::{
+    blocks::{Blocks, MOST_FEATURES, MOST_WIDTH, MapKind},
+    records,
 };
 
 pub(crate) use super::favor_map::{Map, OwnKeys, Projection};
@@ -61,9 +58,9 @@ fn have_room(q: &Tensor, v: &Tensor, features: usize, computed: bool) -> Result<
 /// contiguous, and need a causal mask. `parameters` are those of which an [`OwnKeys`] was made, if
 /// they may ask for gradients; [`OwnKeys::parameter_gradients`] says how they lie.
 ///
-/// With `logs` come the logarithms of the denominators `(B, H, Tq, 1)`, `−1e37` where no key is
-/// seen. Where the kernels compute features, denominators lack the factor that all features of a
-/// query share, and the factor `1/√F` of keys.
+/// With `logs` the logarithm of its denominator, `−1e37` where no key is seen, stands after the
+/// values of each row: `(B, H, Tq, Dv + 1)`. Where the kernels compute features, denominators lack
+/// the factor that all features of a query share, and the factor `1/√F` of keys.
 ///
 /// # Errors
 /// If logarithms are asked for of other inputs than f32, or of features that may be negative.
@@ -74,17 +71,16 @@ pub(crate) fn favor(
     visible: Option<Tensor>,
     causal: bool,
     logs: bool,
-) -> Result<(Tensor, Option<Tensor>)> {
+) -> Result<Tensor> {
     check_logs(map, qkv[0], logs)?;
     let tracked = qkv.into_iter().chain(gates).chain(parameters).any(Tensor::track_op);
     let trained = parameters.is_some_and(Tensor::track_op);
     let passes = Passes { map: map.clone(), causal, visible, tracked, trained, logs, saved: Mutex::new(None) };
     let others: Vec<&Tensor> = gates.into_iter().chain(parameters.filter(|_| trained)).collect();
-    let rows = match &others[..] {
-        [] => apply(Favor(passes), qkv)?,
-        others => apply_beside(FavorBeside { passes, gated: gates.is_some() }, qkv, others)?,
-    };
-    apart(rows, qkv[2].dim(3)?, logs)
+    match &others[..] {
+        [] => apply(Favor(passes), qkv),
+        others => apply_beside(FavorBeside { passes, gated: gates.is_some() }, qkv, others),
+    }
 }
 
 /// Refuses logarithms of denominators where the kernels have none.
@@ -97,14 +93,6 @@ fn check_logs(map: &Map, q: &Tensor, logs: bool) -> Result<()> {
         );
     }
     Ok(())
-}
-
-/// Divides rows of outputs into their `values` numbers and, with `logs`, the logarithm after them.
-fn apart(rows: Tensor, values: usize, logs: bool) -> Result<(Tensor, Option<Tensor>)> {
-    if !logs {
-        return Ok((rows, None));
-    }
-    Ok((ops::narrow(&rows, 3, 0, values)?, Some(ops::narrow(&rows, 3, values, 1)?)))
 }
 
 /// `Passes` holds a forward pass and what its backward pass needs.
@@ -305,7 +293,7 @@ pub(crate) fn extend(
     logs: bool,
     heads: [usize; 2],
     sums: &mut Option<Sums>,
-) -> Result<(Tensor, Option<Tensor>)> {
+) -> Result<Tensor> {
     check_logs(map, qkv[0], logs)?;
     let given = Given { logs, ..Given::default() };
     let (out, next) = match gates {
@@ -318,7 +306,7 @@ pub(crate) fn extend(
         }
     }?;
     sums.replace(next);
-    apart(out.tensor(), qkv[2].dim(3)?, logs)
+    Ok(out.tensor())
 }
 
 /// Computes the outputs of tokens that follow those in `sums`, and the sums after them.

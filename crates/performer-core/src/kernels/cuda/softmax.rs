@@ -16,10 +16,7 @@ use super::{
     buffer::{Buffer, Strides, address, optional, optional_output},
     most_shared, source, storage, with_storages,
 };
-use crate::{
-    kernels::favor::blocks::{MOST_WIDTH, TEAM},
-    ops,
-};
+use crate::kernels::favor::blocks::{MOST_WIDTH, TEAM};
 
 const HEADERS: &[(&str, &str)] = &[
     ("warp.cuh", include_str!("warp.cuh")),
@@ -109,24 +106,22 @@ pub(crate) fn softmax(qkv: [&Tensor; 3], gates: Option<&Tensor>, seen: Seen) -> 
 }
 
 /// Computes [`softmax`] in f32 and the logarithms of its denominators `Σ_j e^{q·k_j/√D}`, `−1e37`
-/// where no key is seen: `(B, H, Tq, Dv)` and `(B, H, Tq, 1)`.
+/// where no key is seen: `(B, H, Tq, Dv + 1)`.
 ///
 /// # Errors
 /// If the inputs are not f32.
-pub(crate) fn softmax_with_logs(qkv: [&Tensor; 3], gates: Option<&Tensor>, seen: Seen) -> Result<(Tensor, Tensor)> {
-    let [q, _, v] = qkv;
-    if q.dtype() != DType::F32 {
-        bail!("softmax with logarithms on CUDA: q is {:?}; it must be f32", q.dtype());
+pub(crate) fn softmax_with_logs(qkv: [&Tensor; 3], gates: Option<&Tensor>, seen: Seen) -> Result<Tensor> {
+    let dtype = qkv[0].dtype();
+    if dtype != DType::F32 {
+        bail!("softmax with logarithms on CUDA: q is {dtype:?}; it must be f32");
     }
-    let values = v.dim(3)?;
-    let rows = attend(qkv, gates, Softmax { seen, with_logs: true, logs: Mutex::new(None) })?;
-    Ok((ops::narrow(&rows, 3, 0, values)?, ops::narrow(&rows, 3, values, 1)?))
+    attend(qkv, gates, Softmax { seen, with_logs: true, logs: Mutex::new(None) })
 }
 
 /// Applies the operation, or the one with gates.
 fn attend(qkv: [&Tensor; 3], gates: Option<&Tensor>, softmax: Softmax) -> Result<Tensor> {
     let Some(gates) = gates else { return apply(softmax, qkv) };
-    apply_beside(GatedSoftmax(softmax), qkv, &[&ops::contiguous(&ops::to_dtype(gates, DType::F32)?)?])
+    apply_beside(GatedSoftmax(softmax), qkv, &[gates])
 }
 
 /// `Softmax` is softmax attention as one differentiable operation on `(q, k, v)`.

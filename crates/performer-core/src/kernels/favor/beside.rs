@@ -2,7 +2,7 @@
 //! queries, keys and values. The forward and backward passes are those of [`super::favor`], whose
 //! backward pass also sums the gradients of gates and parameters.
 
-use candle_core::{CpuStorage, DType, Result, Shape, Tensor};
+use candle_core::{CpuStorage, Result, Shape, Tensor};
 
 use super::super::{
     beside::{AttentionPasses, apply_beside},
@@ -11,7 +11,6 @@ use super::super::{
     with_storages,
 };
 use super::{Form, exponential::LinearGradient, op::Passes, padded};
-use crate::ops;
 
 /// Computes the attention of [`super::favor`] with parameters, gates, or both. Parameters are
 /// `(maps, 2·M·D + M)`, one row for each key head or one for all: the rows for queries, the rows
@@ -25,9 +24,8 @@ pub(super) fn favor_beside(
     visible: Option<Vec<bool>>,
     causal: bool,
 ) -> Result<Tensor> {
-    let gates = gates.map(|gates| ops::contiguous(&ops::to_dtype(gates, DType::F32)?)).transpose()?;
     let sizes = parameters.map(|(_, sizes)| sizes);
-    let others: Vec<&Tensor> = gates.iter().chain(parameters.map(|(parameters, _)| parameters)).collect();
+    let others: Vec<&Tensor> = gates.into_iter().chain(parameters.map(|(parameters, _)| parameters)).collect();
     let passes = Passes::new(form, causal, visible, &[&qkv[..], &others].concat());
     apply_beside(FavorBeside { passes, gated: gates.is_some(), sizes }, qkv, &others)
 }

@@ -74,15 +74,6 @@ use std::{fmt, sync::Arc};
 use candle_core::{CpuStorage, Layout, Result, Tensor};
 use pulp::Simd;
 
-pub(crate) use exponential::Exponential;
-pub(crate) use map::Map;
-pub(crate) use op::favor;
-pub(crate) use quadratic::Quadratic;
-pub(crate) use rectified::Rectified;
-pub(crate) use trained::Trained;
-#[cfg(feature = "cuda")]
-pub(crate) use trained::join_parameters;
-
 use super::{
     check_finite, for_heads, for_heads_of_step,
     fresh::Fresh,
@@ -94,6 +85,12 @@ use super::{
     vector::{self, exp},
     with_storages,
 };
+pub(crate) use exponential::Exponential;
+pub(crate) use map::Map;
+pub(crate) use op::favor;
+pub(crate) use quadratic::Quadratic;
+pub(crate) use rectified::Rectified;
+pub(crate) use trained::Trained;
 
 /// The most tokens of a chunk. Work inside a chunk grows with its length, work between chunks does
 /// not: of 32, 48 and 64, this was fastest with 64 to 256 features.

@@ -4,10 +4,9 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 
 use super::{Form, beside::favor_beside, exponential::Exponential, map::Map};
-use crate::ops;
 
 /// `Trained` holds the parameters of positive features as they are at one call.
 pub(crate) struct Trained {
@@ -19,20 +18,10 @@ pub(crate) struct Trained {
     sizes: [usize; 2],
 }
 
-/// Puts the rows of queries and of keys `(H, M, D)` and the weights of keys `(H, M)` into one
-/// tensor `(H, 2·M·D + M)`, f32, since an operation takes few.
-pub(crate) fn join_parameters([queries, keys, log_weights]: [&Tensor; 3]) -> Result<Tensor> {
-    let (h, m, d) = queries.dims3()?;
-    let flat = |rows: &Tensor| ops::reshape(rows, (h, m * d));
-    ops::to_dtype(&ops::cat(&[&flat(queries)?, &flat(keys)?, log_weights], 1)?, DType::F32)
-}
-
 impl Trained {
-    /// Takes rows `(H, M, D)` and weights `(H, M)`, see [`Exponential`]; `H` may be 1 for any
-    /// number of heads.
-    pub(crate) fn new([queries, keys, log_weights]: [&Tensor; 3]) -> Result<Self> {
-        let (_, m, d) = queries.dims3()?;
-        let parameters = join_parameters([queries, keys, log_weights])?;
+    /// Takes rows for queries, rows for keys and weights of keys, see [`Exponential`], in one tensor
+    /// `(H, 2·M·D + M)`, f32; `H` may be 1 for any number of heads.
+    pub(crate) fn new(parameters: Tensor, [m, d]: [usize; 2]) -> Result<Self> {
         let map = |block: &Vec<f32>| {
             let (queries, of_keys) = block.split_at(m * d);
             let (keys, log_weights) = of_keys.split_at(m * d);
