@@ -64,6 +64,12 @@ pub trait Bar {
     fn step(&self, number: usize, loss: f64, tokens_per_second: f64) {
         let _ = (number, loss, tokens_per_second);
     }
+
+    /// The model was validated between two steps: the number of steps taken, and the mean loss over
+    /// held-out tokens, in nats. What comes after the last step is in the report of the training.
+    fn validation(&self, number: usize, loss: f64) {
+        let _ = (number, loss);
+    }
 }
 
 /// Writes a speed of training with its unit: `38 tokens/s`, `1.5k tokens/s`.

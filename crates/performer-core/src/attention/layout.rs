@@ -126,11 +126,10 @@ impl Rows {
     }
 }
 
-/// Divides the rows `(B, H, T, Dv + 1)` of a kernel into values and the logarithm of the denominator
-/// that stands after them.
-pub(super) fn values_and_logs(rows: &Tensor) -> Result<(Tensor, Tensor)> {
-    let values = rows.dim(3)? - 1;
-    Ok((ops::narrow(rows, 3, 0, values)?, ops::narrow(rows, 3, values, 1)?))
+/// Divides the rows `(B, H, T, ≥ Dv + 1)` of a kernel into `value_dim` values and the logarithm of
+/// the denominator that stands after them. Some kernels leave room after that.
+pub(super) fn values_and_logs(rows: &Tensor, value_dim: usize) -> Result<(Tensor, Tensor)> {
+    Ok((ops::narrow(rows, 3, 0, value_dim)?, ops::narrow(rows, 3, value_dim, 1)?))
 }
 
 /// Joins two parts of one attention, each given by its quotients and logarithms of denominators.

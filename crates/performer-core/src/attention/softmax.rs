@@ -158,7 +158,7 @@ impl Softmax {
                 let seen = softmax::Seen { offset, window, sinks, visible };
                 let gates = inputs.gates.map(gates::for_kernels).transpose()?;
                 let rows = softmax::softmax(inputs.contiguous_rows()?.each_ref(), gates.as_ref(), seen, true)?;
-                values_and_logs(&rows)
+                values_and_logs(&rows, inputs.v.dim(3)?)
             }
             #[cfg(feature = "cuda")]
             Ok(Kernel::Cuda) if q.dtype() == candle_core::DType::F32 => {
@@ -166,7 +166,7 @@ impl Softmax {
                 let seen = kernels::cuda::softmax::Seen { offset, window, sinks, visible };
                 let (qkv, gates) = (inputs.contiguous_rows()?, inputs.gates.map(gates::for_kernels).transpose()?);
                 let rows = kernels::cuda::softmax::softmax_with_logs(qkv.each_ref(), gates.as_ref(), seen)?;
-                values_and_logs(&rows)
+                values_and_logs(&rows, inputs.v.dim(3)?)
             }
             _ => {
                 let folded = Folded::new(inputs, mask)?;

@@ -6,9 +6,19 @@ use candle_core::{D, DType, Device, Result, Tensor, Var};
 use performer_core::features::{ExponentialForm, FeatureMap, Features, Fitted, KeyForm};
 use performer_core::{Attention, Favor, Inputs, Mask, State, Windowed};
 
+#[path = "../../examples/trained_features.rs"]
+mod example;
+
 const BATCH: usize = 2;
 const KEY_HEADS: usize = 2;
 const NAMES: [&str; 7] = ["q", "k", "v", "queries", "keys", "log_weights", "gates"];
+
+#[test]
+fn the_example_brings_features_nearer_to_softmax() -> Result<()> {
+    let (before, after) = example::train(60)?;
+    assert!(after < 0.8 * before, "{before} and {after}");
+    Ok(())
+}
 
 /// `Sizes` are the sizes of a case.
 #[derive(Clone, Copy, Debug)]

@@ -49,6 +49,7 @@ impl<'a> Progress<'a> {
     }
 
     pub(super) fn validation(&self, step: usize, e: &Evaluation, sample: &str) {
+        self.bar.validation(step, e.val_loss);
         // A run that goes on after its last step has taken none.
         let speed = Some(self.speed.get()).filter(|&speed| speed > 0.0);
         self.listener.note(&format!(

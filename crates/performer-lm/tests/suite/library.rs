@@ -74,6 +74,7 @@ fn a_lying_header_takes_no_memory() -> Result<()> {
 struct Kept {
     begun: Mutex<Vec<(String, Unit, u64)>>,
     steps: Mutex<Vec<(usize, f64)>>,
+    validations: Mutex<Vec<(usize, f64)>>,
     notes: Mutex<Vec<String>>,
 }
 
@@ -96,6 +97,10 @@ impl Bar for Steps<'_> {
         assert!(tokens_per_second > 0.0);
         self.0.steps.lock().unwrap().push((number, loss));
     }
+
+    fn validation(&self, number: usize, loss: f64) {
+        self.0.validations.lock().unwrap().push((number, loss));
+    }
 }
 
 #[test]
@@ -103,7 +108,7 @@ fn a_model_is_trained_with_a_listener_evaluated_and_opened() -> Result<()> {
     let (kept, folder) = (Kept::default(), tempfile::tempdir()?);
     let data = prepare(&DataSpec::Sample, 300, None, &kept)?;
     let (mut model, mut training) = Preset::Seed.load()?;
-    (model.context, training.batch_size, training.max_steps) = (16, 4, Some(3));
+    (model.context, training.batch_size, training.max_steps, training.eval_every) = (16, 4, Some(3), 2);
     let options = || RunOptions { listener: &kept, ..RunOptions::new(folder.path()) };
     let report = Trainer::new(&model, &training, &data, options())?.run()?.context("nobody stopped it")?;
     // Another training would replace the model, which has to be allowed.
@@ -115,6 +120,8 @@ fn a_model_is_trained_with_a_listener_evaluated_and_opened() -> Result<()> {
     let steps = std::mem::take(&mut *kept.steps.lock().unwrap());
     assert_eq!(steps.iter().map(|step| step.0).collect::<Vec<_>>(), [1, 2, 3]);
     assert!(steps.iter().all(|step| step.1.is_finite()));
+    let validations = kept.validations.lock().unwrap();
+    assert!(validations.len() == 1 && validations[0].0 == 2 && validations[0].1.is_finite(), "{validations:?}");
     assert!(kept.begun.lock().unwrap().iter().any(|(_, unit, total)| *unit == Unit::Steps && *total == 3));
     assert!(kept.notes.lock().unwrap().iter().any(|note| note.contains("validation")));
 

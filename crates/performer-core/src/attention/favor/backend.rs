@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{D, DType, Result, Tensor, bail};
 
 use super::composed::Composed;
 use super::cpu::Cpu;
@@ -47,8 +47,8 @@ impl Call<'_> {
     /// The rows that a kernel returns for ready features, whose heads may be folded into the batch,
     /// in the shape and type of this call.
     pub(super) fn unfolded(&self, rows: &Tensor) -> Result<Tensor> {
-        let Sizes { batch, heads, queries, value_dim, .. } = self.sizes;
-        let rows = ops::reshape(rows, (batch, heads, queries, value_dim + usize::from(self.logs)))?;
+        let Sizes { batch, heads, queries, .. } = self.sizes;
+        let rows = ops::reshape(rows, (batch, heads, queries, rows.dim(D::Minus1)?))?;
         ops::to_dtype(&rows, self.inputs.q.dtype())
     }
 }
@@ -94,12 +94,12 @@ pub(super) struct Output {
 }
 
 impl Output {
-    /// Takes the rows of a kernel, `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms.
+    /// Takes the rows of a kernel, `(B, H, Tq, Dv)`, or with logarithms at least `Dv + 1`.
     pub(super) fn of_rows(call: &Call<'_>, rows: Tensor) -> Result<Self> {
         if !call.logs {
             return Ok(Self { values: rows, logs: None });
         }
-        let (values, logs) = values_and_logs(&rows)?;
+        let (values, logs) = values_and_logs(&rows, call.sizes.value_dim)?;
         Ok(Self { values, logs: Some(logs) })
     }
 }

@@ -59,7 +59,7 @@ fn have_room(q: &Tensor, v: &Tensor, features: usize, computed: bool) -> Result<
 /// they may ask for gradients; [`OwnKeys::parameter_gradients`] says how they lie.
 ///
 /// With `logs` the logarithm of its denominator, `−1e37` where no key is seen, stands after the
-/// values of each row: `(B, H, Tq, Dv + 1)`. Where the kernels compute features, denominators lack
+/// values of each row, and room for up to three numbers after it: `(B, H, Tq, ≥ Dv + 1)`. Where the kernels compute features, denominators lack
 /// the factor that all features of a query share, and the factor `1/√F` of keys.
 ///
 /// # Errors

@@ -106,7 +106,8 @@ pub(crate) fn softmax(qkv: [&Tensor; 3], gates: Option<&Tensor>, seen: Seen) -> 
 }
 
 /// Computes [`softmax`] in f32 and the logarithms of its denominators `Σ_j e^{q·k_j/√D}`, `−1e37`
-/// where no key is seen: `(B, H, Tq, Dv + 1)`.
+/// where no key is seen, which stand after the values of each row, before room for up to three
+/// numbers: `(B, H, Tq, ≥ Dv + 1)`.
 ///
 /// # Errors
 /// If the inputs are not f32.
