@@ -211,16 +211,25 @@ fn message(error: &(dyn std::error::Error + 'static)) -> String {
 /// Prints an error of one rank among several: the one that all of them return is printed by the
 /// rank that it names. Returns whether the others know of the error.
 pub(super) fn error_of_rank(error: &anyhow::Error, rank: usize, size: usize) -> bool {
-    let Some(known) = error.downcast_ref::<Disagreement>() else {
-        say(&format!("error: rank {rank} of {size} ends all: {error:#}"));
-        help(error);
-        return false;
-    };
-    if known.rank == rank {
-        say(&format!("error: {known}"));
+    let known = error.downcast_ref::<Disagreement>();
+    if known.is_none_or(|known| known.rank == rank) {
+        say(&format!("error: {}", text_of_rank(error, rank, size)));
         help(error);
     }
-    true
+    known.is_some()
+}
+
+/// Returns what a rank says of its error. Where the others were told of it in words, its own causes
+/// say more: they know which option was typed.
+fn text_of_rank(error: &anyhow::Error, rank: usize, size: usize) -> String {
+    let told = error.downcast_ref().map(Disagreement::to_string);
+    let causes: Vec<String> = error.chain().map(message).filter(|text| Some(text) != told.as_ref()).collect();
+    let causes = causes.join(": ");
+    match told {
+        None => format!("rank {rank} of {size} ends all: {causes}"),
+        Some(told) if causes.is_empty() => told,
+        Some(_) => format!("rank {rank} of {size}: {causes}"),
+    }
 }
 
 fn help(error: &anyhow::Error) {
@@ -340,6 +349,15 @@ mod tests {
     fn the_time_left_is_that_of_what_is_not_done() {
         assert_eq!(time_left(2.0, 3, 10), "left 14s");
         assert_eq!(time_left(f64::INFINITY, 0, 10), "");
+    }
+
+    #[test]
+    fn a_rank_says_its_own_causes_and_another_what_it_was_told() {
+        let told = Disagreement { rank: 1, size: 2, text: "the disk: is full".into() };
+        let own = || anyhow::anyhow!("is full").context("the disk");
+        assert_eq!(text_of_rank(&own(), 1, 2), "rank 1 of 2 ends all: the disk: is full");
+        assert_eq!(text_of_rank(&own().context(told.clone()), 1, 2), "rank 1 of 2: the disk: is full");
+        assert_eq!(text_of_rank(&told.into(), 1, 2), "rank 1 of 2: the disk: is full");
     }
 
     #[test]
