@@ -137,8 +137,8 @@ impl<'a> Inputs<'a> {
         let Sizes { batch, queries, keys, .. } = sizes;
         if mask.is_causal() && queries != keys {
             bail!(
-                "causal attention of {queries} queries over {keys} keys; it needs the same number of each (to go on from \
-                 earlier keys, use extend with a state)"
+                "causal attention of {queries} queries over {keys} keys; it needs the same number of each (to go \
+                 on from earlier keys, use extend with a state)"
             );
         }
         if self.gates.is_some() && !mask.is_causal() {
@@ -235,8 +235,8 @@ impl Inputs<'_> {
         Ok(Tensors { q: change(self.q)?, k: change(self.k)?, v: change(self.v)?, gates })
     }
 
-    /// The inputs in the type of their computation: logarithms of denominators need more digits than
-    /// half types have.
+    /// The inputs in the type of their computation: logarithms of denominators need more digits
+    /// than half types have.
     pub(super) fn widened(self) -> Result<Tensors> {
         let wide = compute_dtype(self.q.dtype());
         self.map(|x| ops::to_dtype(x, wide))

@@ -3,12 +3,12 @@
 //!
 //! Every implementation computes `o_i = Σ_j K(q_i, k_j) v_j / Σ_j K(q_i, k_j)` over the keys that
 //! row `i` sees; [`AttentionConfig::None`] alone does not, whose outputs are 0. The [`Mask`] says
-//! which keys are seen, and a window keeps only the last of them. Implementations differ in `K` and in
-//! cost: [`Softmax`] takes `K = e^{q·k/√D}` at `O(T²)`, or at `O(T·W)` over a window of `W` tokens
-//! where that is fused; [`Favor`] takes `φ(q)·φ(k)` with any feature map φ, which lets the sums be
-//! reordered, at `O(T)`; [`Windowed`] takes the first for near keys and the second for far ones.
-//! FAVOR with positive orthogonal random features is the FAVOR+ of the paper. Forget gates multiply
-//! `K` by a factor for what is forgotten from key `j` to query `i`, see [`Inputs::gates`].
+//! which keys are seen, and a window keeps only the last of them. Implementations differ in `K` and
+//! in cost: [`Softmax`] takes `K = e^{q·k/√D}` at `O(T²)`, or at `O(T·W)` over a window of `W`
+//! tokens where that is fused; [`Favor`] takes `φ(q)·φ(k)` with any feature map φ, which lets the
+//! sums be reordered, at `O(T)`; [`Windowed`] takes the first for near keys and the second for far
+//! ones. FAVOR with positive orthogonal random features is the FAVOR+ of the paper. Forget gates
+//! multiply `K` by a factor for what is forgotten from key `j` to query `i`, see [`Inputs::gates`].
 //!
 //! # An attention of your own
 //! Implement [`Attention`] with [`Attention::forward`] and [`Attention::advance`], and [`Memory`]

@@ -54,9 +54,9 @@ impl Softmax {
     /// Lets each query also see the first `sinks` tokens of the sequence that came before it,
     /// however far they are: attention sinks (Xiao et al. 2023,
     /// <https://arxiv.org/abs/2309.17453>), on which trained models lay weight that they have no
-    /// other use for. The decoding state has that many more keys and values. Sinks are positions: one
-    /// that a mask hides is hidden, and no other token takes its place. Forget gates act on sinks
-    /// as on every key.
+    /// other use for. The decoding state has that many more keys and values. Sinks are positions:
+    /// one that a mask hides is hidden, and no other token takes its place. Forget gates act on
+    /// sinks as on every key.
     ///
     /// # Errors
     /// If there is no window, without which every token is seen anyway, or if there are more sinks

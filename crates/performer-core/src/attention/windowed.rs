@@ -136,7 +136,8 @@ impl Attention for Windowed {
         if self.sinks > 0 {
             bail!("attention with {} sinks cannot be computed in segments; leave the sinks out", self.sinks);
         }
-        // Every segment has the same number of sequences, so none waits for what another would send.
+        // Every segment has the same number of sequences, so none waits for what another would
+        // send.
         if sizes.batch == 0 {
             return sizes.zeros(inputs.q);
         }

@@ -1,6 +1,7 @@
 //! A linear map `x Wᵀ + b` with the reshaping, transposition and cast around it, as one
 //! differentiable operation on any device. As nodes of their own these would cost three more passes
-//! over memory each, because Candle's autograd adds every gradient to zeros at every node it passes.
+//! over memory each, because Candle's autograd adds every gradient to zeros at every node it
+//! passes.
 //!
 //! # Shapes
 //!

@@ -75,7 +75,7 @@ pub(crate) struct Seen {
     pub(crate) window: Option<usize>,
     /// How many of the first keys a query sees beside its window.
     pub(crate) sinks: usize,
-    /// Which keys count, `(B, Tk)`; all where it is `None`.
+    /// Which keys are visible, `(B, Tk)`; all where it is `None`.
     pub(crate) visible: Option<Vec<bool>>,
 }
 
@@ -83,7 +83,7 @@ pub(crate) struct Seen {
 /// `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is
 /// empty. A row that sees no key is zero. With `logs`, each row ends with the logarithm of its
 /// denominator `Σ_j e^{q·k_j/√D}`, `−1e37` where no key is seen: `(B, H, Tq, Dv + 1)`. `gates`
-/// `(B, Hkv, Tk)` need an offset.
+/// `(B, Hkv, Tk)`, f32 and contiguous, need an offset.
 pub(crate) fn softmax([q, k, v]: [&Tensor; 3], gates: Option<&Tensor>, seen: Seen, logs: bool) -> Result<Tensor> {
     let softmax = Softmax { seen, with_logs: logs, denominators: OnceLock::new() };
     let Some(gates) = gates else { return apply(softmax, [q, k, v]) };

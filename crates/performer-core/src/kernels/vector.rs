@@ -1,5 +1,5 @@
-//! Elementwise functions and reductions, on vectors of the machine at hand. Slices are whole vectors
-//! long, a multiple of [`LANES`], unless a function says otherwise.
+//! Elementwise functions and reductions, on vectors of the machine at hand. Slices are whole
+//! vectors long, a multiple of [`LANES`], unless a function says otherwise.
 
 use pulp::Simd;
 

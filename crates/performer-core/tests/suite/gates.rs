@@ -162,8 +162,9 @@ fn long_keys_are_seen_across_gates() -> Result<()> {
     Ok(())
 }
 
-/// Constant gates `ln γ` are the decay of RetNet, whose weights `γ^{i−j}` are written out here: with
-/// gradients, in grouped heads, by kernels and by composed operations, at once and token by token.
+/// Constant gates `ln γ` are the decay of RetNet, whose weights `γ^{i−j}` are written out here:
+/// with gradients, in grouped heads, by kernels and by composed operations, at once and token by
+/// token.
 #[test]
 fn constant_gates_are_the_decay_of_retnet() -> Result<()> {
     use FeatureMapKind::{Elu, Positive, Relu};

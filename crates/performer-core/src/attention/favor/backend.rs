@@ -76,8 +76,9 @@ pub(super) fn check_heads(fitted: usize, k: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Puts the parameters of a trained map into one tensor `(maps, 2·M·D + M)`, f32, since an operation
-/// takes few: its rows for queries and for keys `(maps, M, D)`, and its weights of keys `(maps, M)`.
+/// Puts the parameters of a trained map into one tensor `(maps, 2·M·D + M)`, f32, since an
+/// operation takes few: its rows for queries and for keys `(maps, M, D)`, and its weights of keys
+/// `(maps, M)`.
 pub(super) fn join_parameters([queries, keys, log_weights]: [&Tensor; 3]) -> Result<Tensor> {
     let (maps, m, d) = queries.dims3()?;
     let flat = |rows: &Tensor| ops::reshape(rows, (maps, m * d));

@@ -65,19 +65,20 @@ impl Ready {
     }
 }
 
-/// The least `c` of features in bf16. Their products `1 + z + c z²` are at least `1 − 1/(4c)`, which
-/// is ½ here. With a smaller `c` they come near zero, where rounding takes most of their digits.
+/// The least `c` of features in bf16. Their products `1 + z + c z²` are at least `1 − 1/(4c)`,
+/// which is ½ here. With a smaller `c` they come near zero, where rounding takes most of their
+/// digits.
 #[cfg(feature = "cuda")]
 const LEAST_SECOND_IN_BF16: f64 = 0.5;
 
 #[cfg(feature = "cuda")]
 impl Ready {
-    /// Computes features by a kernel of CUDA, in the type of queries and keys, without folding heads
-    /// into the batch: `(B, H, Tq, F)`, `(B, Hkv, Tk, F + 1)` and values `(B, Hkv, Tk, Dv)`. So
-    /// models in bf16 keep their features in half as many bytes. Outputs then differ by what bf16
-    /// rounds from those in f32, and from those of a state, which goes on in f32. Returns nothing
-    /// for maps of which there is no such kernel, and for types in which their features lose too
-    /// much: f16, whose largest number they may exceed, and bf16 for some maps.
+    /// Computes features by a kernel of CUDA, in the type of queries and keys, without folding
+    /// heads into the batch: `(B, H, Tq, F)`, `(B, Hkv, Tk, F + 1)` and values `(B, Hkv, Tk, Dv)`.
+    /// So models in bf16 keep their features in half as many bytes. Outputs then differ by what
+    /// bf16 rounds from those in f32, and from those of a state, which goes on in f32. Returns
+    /// nothing for maps of which there is no such kernel, and for types in which their features
+    /// lose too much: f16, whose largest number they may exceed, and bf16 for some maps.
     pub(super) fn unfolded(call: &Call<'_>) -> Result<Option<Self>> {
         let (q, k, v) = (call.inputs.q, call.inputs.k, call.inputs.v);
         let takes = |second: f64| match q.dtype() {

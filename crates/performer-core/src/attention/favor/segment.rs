@@ -219,7 +219,8 @@ impl Favor {
     /// the sums of segments, whose messages do not grow with the number of tokens.
     pub(super) fn in_segment(&self, inputs: Inputs<'_>, segment: &Segment) -> Result<Tensor> {
         let sizes = inputs.sizes_under(&Mask::causal())?;
-        // Every segment has the same number of sequences, so none waits for what another would send.
+        // Every segment has the same number of sequences, so none waits for what another would
+        // send.
         if sizes.batch == 0 {
             return sizes.zeros(inputs.q);
         }

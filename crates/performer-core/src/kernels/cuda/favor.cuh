@@ -87,7 +87,8 @@ constexpr int C = CHUNK, D = READY ? 16 : round_up(DIM, 16), F = round_up(FEATUR
 constexpr int SPLITS = divide_up(VALUES, V);
 // The numbers of a row of outputs; with a logarithm, each row begins at a multiple of 16 bytes.
 constexpr int OUT_WIDTH = LOGS ? round_up(VALUES + 1, 4) : VALUES;
-// The groups of rows in which warps stand, and the warps of each: see `Sums` in tile.cuh.
+// The groups into which the warps of a block are divided, and the warps of each: see `Sums` in
+// tile.cuh.
 constexpr int ROW_GROUPS = C == 64 ? 2 : 1, TURNS = WARPS / ROW_GROUPS;
 
 // The blocks that a multiprocessor of Hopper runs at once; one computes while another waits. Two
@@ -122,14 +123,15 @@ constexpr float LIMIT = 46.0f;
 constexpr float FLOOR = -1e37f;
 
 // KeyForm holds what features of keys have of their own (MAP 3): `tables` sets of numbers, one for
-// each key head, or one for all. `favor_pack` lays out its factors; `favor_step` gets the numbers
-// as they are, `projection` (M, DIM) and `metric` (DIM, DIM).
+// each key head, or one for all. Kernels over chunks get factors packed by `favor_pack`;
+// `favor_step` gets plain matrices, `projection` (FEATURES, DIM) and `metric` (DIM, DIM).
 struct KeyForm {
     // b as a factor (D, F) in base 2, and as a factor (F, D) in base e.
     const uint4 *projection, *back;
-    // h, the number added to each log-feature, in base e, FEATURES numbers a set.
+    // The number that is added to each log-feature, which is the logarithm of its weight, in base
+    // e: FEATURES numbers a set.
     const float* weights;
-    // P and P^T P as factors (D, D), as they are; only with METRIC.
+    // P and P^T P as factors (D, D), without a scale; only with METRIC.
     const uint4 *metric, *square;
     long long tables;
 };
@@ -164,7 +166,7 @@ static_assert(sizeof(Problem) == 160 && OFFSET(Problem, group) == 4 && OFFSET(Pr
 struct Tensors {
     // Inputs, and the gradient of outputs (B, H, Tq, OUT_WIDTH).
     const Stored *q, *k, *v, *grad;
-    // Which keys count, (B, Tk); null if all do.
+    // Which keys are visible, (B, Tk); null if all are.
     const unsigned char* visible;
     // The projection packed as a factor (D, F) in base 2, and as a factor (F, D) for gradients: in
     // base e, or in base 2 with EXACT, see favor_bf16_backward.cu.
@@ -180,9 +182,10 @@ struct Tensors {
     // RECORD), with H' the heads of the builder. Where all keys are seen, one record of all,
     // (B, H', RECORD). Null where a causal sequence is one segment.
     float* before;
-    // For each key, the sum of the gradients of its log-features, less the gradient of the
-    // logarithm of its token's denominator where there is one: `factor_j` of favor_backward.cu,
-    // (SPLITS, B, H, Tk). `favor_gate_gradients` adds them up. Only with gates.
+    // For each key, the gradient of its shift by gates, which is minus the sum of the gates up to
+    // its token: the sum of the gradients of its log-features, less the gradient of the logarithm
+    // of its token's denominator where there is one; `factor_j` of favor_backward.cu, (SPLITS, B,
+    // H, Tk). `favor_gate_gradients` adds them up. Only with gates.
     float* factors;
     // The gradients of log-features, (SPLITS, B, H, T, FEATURES), of which those of the map are
     // made; only with MAP 3, and only if they are asked for.
@@ -277,7 +280,9 @@ struct Gates {
     // from its last row, as `gather` does: minus what is forgotten from the row to the last.
     __device__ float since(int row) const { return of_rows[row]; }
     __device__ void set_since(int row, float x) { of_rows[row] = x; }
-    // What scales have still to forget.
+    // What scales have still to forget: the sum of the gates after the token for which they hold,
+    // up to the last token taken. `sum_steps` adds the gates up to the row from which the next
+    // chunk is counted; `forget`, or `enter` of favor_bf16.cuh, then lowers the scales by it.
     __device__ float pending() const { return of_scales; }
     __device__ void set_pending(float x) { of_scales = x; }
 #else
@@ -449,8 +454,8 @@ struct Builder : Side, Gates {
     // A number from each group of rows: the largest logarithms of the chunk, and what the chunk
     // adds to `norm`.
     float largest[ROW_GROUPS][F], added[ROW_GROUPS][F];
-    // The most by which a logarithm of each row exceeds its scale, a part from each turn; before
-    // that, sums of squares of keys.
+    // The most by which a logarithm of each row exceeds its scale, a part from each warp of a
+    // group; before that, sums of squares of keys.
     float excess[TURNS][C];
 };
 

@@ -39,7 +39,7 @@ pub(crate) fn takes(q: &Tensor, v: &Tensor, features: usize, computed: bool) -> 
 fn have_room(q: &Tensor, v: &Tensor, features: usize, computed: bool) -> Result<bool> {
     let (dim, values) = (q.dim(D::Minus1)?, v.dim(D::Minus1)?);
     let most = shared_as_on_an_a100(q.device().as_cuda_device()?)?;
-    // Features that are read are f32, but for some kernels that write them as queries are stored.
+    // Features that are read are f32, or of the type of the queries where quadratic.cu made them.
     let (kind, dtypes) =
         if computed { (MapKind::Computed, vec![q.dtype()]) } else { (MapKind::Log, vec![q.dtype(), DType::F32]) };
     for dtype in dtypes {
@@ -59,8 +59,9 @@ fn have_room(q: &Tensor, v: &Tensor, features: usize, computed: bool) -> Result<
 /// they may ask for gradients; [`OwnKeys::parameter_gradients`] says how they lie.
 ///
 /// With `logs` the logarithm of its denominator, `−1e37` where no key is seen, stands after the
-/// values of each row, and room for up to three numbers after it: `(B, H, Tq, ≥ Dv + 1)`. Where the kernels compute features, denominators lack
-/// the factor that all features of a query share, and the factor `1/√F` of keys.
+/// values of each row, and room for up to three numbers after it: `(B, H, Tq, ≥ Dv + 1)`. Where the
+/// kernels compute features, denominators lack the factor that all features of a query share, and
+/// the factor `1/√F` of keys.
 ///
 /// # Errors
 /// If logarithms are asked for of other inputs than f32, or of features that may be negative.

@@ -26,8 +26,9 @@
 //
 //     factor_j = sum_r d logarithm(k_j)_r - l_j,  d gate_t = -sum_{j >= t} factor_j
 //
-// To the sums over r of all keys that it sees, a query adds l in all (0 without LOGS). Its own
-// factor has -l, so the factors of a sequence add up to zero.
+// The shares of one query in the sums over r of all keys add up to its l (0 without LOGS). The
+// factor of its own token has -l. So the factors of a sequence add up to zero, and the gradient of
+// the first gate is zero.
 //
 //   queries read: q (C, DIM), g (C, V), S (F, V), norm (F) -> d (C, F) -> dq (C, DIM), and e (C)
 //   keys read:    k (C, DIM), v (C, V), R (F, V), m (F)    -> dv (C, V), d (C, F) -> dk (C, DIM)
@@ -56,14 +57,15 @@ struct Shared {
             // In turn the weights of the reader's features, what `pairs` lost by rounding, and the
             // gradients of the features' logarithms.
             Operand weights[C * ((F > C ? F : C) + PAD)];
-            // The products of the reader's rows with the builder's.
+            // First the products of the reader's weights with the builder's features, for dv; then
+            // those of the reader's [y', u'] with the builder's [y, u], for d.
             Operand pairs[C][C + PAD];
         };
     };
-    // Sums over columns, a part from each turn. `total` is of the gradients of log-features. `sum`
-    // is of w g.S, which gives g.out. `weight` is of w n: for signed features this is the
-    // denominator; for positive ones, whose w is already divided by it, it is 1 up to rounding.
-    // Then e = -sum/weight, plus l with LOGS.
+    // Sums over columns, a part from each warp of a group. `total` is of the gradients of
+    // log-features. `sum` is of w g.S, which gives g.out. `weight` is of w n: for signed features
+    // this is the denominator; for positive ones, whose w is already divided by it, it is 1 up to
+    // rounding. Then e = -sum/weight, plus l with LOGS.
     float total[TURNS][C], sum[TURNS][C], weight[TURNS][C];
 };
 static_assert(sizeof(Shared) == SHARED_BACKWARD, "the host asks for another size of shared memory");
@@ -194,6 +196,7 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             });
             w.store(s.weights, F + PAD);
             __syncthreads();
+            // dv = w R + tril(w f^T) y.
             Values rows;
             rows.zero();
             rows.add<false, false>(s.weights, F + PAD, &b.sums[0][0], V + PAD, F);
@@ -216,6 +219,8 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             });
         }
 
+        // d, still to be multiplied by w: y' S^T + u' norm^T + tril(y' y^T + u' u^T) f. Where e is
+        // not known yet (own_delta), the terms of u' are left out, and are added once e is.
         Features d;
         d.zero();
         d.add<false, true>(&s.y[0][0], V + PAD, &b.sums[0][0], V + PAD, V);

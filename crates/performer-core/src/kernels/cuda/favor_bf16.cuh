@@ -16,8 +16,10 @@
 // once the chunk has entered, its y at the end of the chunk; the reader's own once their weights
 // are known in the forward pass, and at the end of the chunk in the backward pass.
 //
-// Macro EXACT: the projection's rounded numbers are all of it, in base 2 for gradients too, so that
-// one product is enough where otherwise a second multiplies what rounding left over.
+// Macro EXACT: 1 says that the packed projection, which has the factor DIM^(-1/4) log2(e), is exact
+// in bf16. Then the second pieces of `Packed`, what rounding left over, are zero, and the products
+// with them are left out. It is exact in base 2 only, so the factor for gradients is in base 2 as
+// well, and `multiply_back` multiplies by ln 2.
 //
 // A product waits for the one before that adds to the same sums, some 30 cycles, and a warp has few
 // others beside it to fill them. So loops go over different sums inside, over terms outside.
@@ -31,7 +33,9 @@
 static_assert(STORAGE == 2 && MAP == 0 && CAUSAL && C == 64 && D <= 64 && V <= 64 && SPLITS == 1 && FEATURES <= 128, "for other kernels");
 
 static_assert(C == 16 * TEAM, "a warp reads 16 rows");
-// The padded features, and the tiles of 16 features of one warp.
+// P is FEATURES rounded up to 64, so that all four warps have equally many tiles of 16 features;
+// MINE is how many. Records and the packed projection have F features. (This P is not the metric of
+// favor.cuh, which these kernels do not take.)
 constexpr int P = round_up(FEATURES, 16 * TEAM), MINE = P / (16 * TEAM);
 // The length of a row of values with its unit in two halves, the upper bits and the rest, padded to
 // 8.
@@ -275,7 +279,7 @@ __device__ void add_products(Tile (&x)[MINE][C / 16], const TeamBuilder& b, cons
 
 // Takes a chunk whose rows are loaded and offsets known; returns how many rows the chunk has.
 // Afterwards a reader may begin (if READ). The chunk itself is not in the sums before `absorb`.
-// `rest` gets what rounding the sums lost, `low` with gates what rounding the features lost, and
+// `rest` gets what rounding the sums lost, `low`, with gates, what rounding the features lost, and
 // `before` the sums of the features before each run of 16 rows.
 template <bool READ = true, class Builder, bool WHOLE>
 __device__ int enter(Builder& b, Own<WHOLE>& own, int count, const Packed& projection, Operand* rest = nullptr,
@@ -353,6 +357,7 @@ __device__ int enter(Builder& b, Own<WHOLE>& own, int count, const Packed& proje
         }
     }
     if (before) {
+        // Two ones of bf16: a product with them adds up each feature over 16 rows.
         constexpr unsigned ONES = 0x3f803f80;
 #pragma unroll
         for (int m = 0; m < MINE; m++) {
@@ -439,10 +444,11 @@ __device__ inline void add_logarithms(Tile (&x)[P / 16], const TeamBuilder&, con
     }
 }
 
-// Starts the logarithms of weights with the scales, and with what belongs to the lane's two rows.
+// Starts the logarithms of weights with the scale of each feature plus the offset of each row;
+// `offsets` are those of the lane's two rows.
 template <class Builder>
-__device__ void start_weights(Tile (&x)[P / 16], const Builder& b, const float (&rows)[2]) {
-    each(x, [&](int h, int column, float& y) { y = FEATURES == P || column < FEATURES ? b.scale[column] + rows[h] : -infinity(); });
+__device__ void start_weights(Tile (&x)[P / 16], const Builder& b, const float (&offsets)[2]) {
+    each(x, [&](int h, int column, float& y) { y = FEATURES == P || column < FEATURES ? b.scale[column] + offsets[h] : -infinity(); });
 }
 
 // Computes x += `left` times those rows of the builder that do not come after the warp's own. Each

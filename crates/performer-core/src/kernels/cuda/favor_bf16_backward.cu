@@ -103,9 +103,9 @@ __device__ inline void sum_features(Tile& x, const TeamBackward& s, int n, const
     multiply(x, diagonal, right);
 }
 
-// Computes the reader's weights, with what belongs to the lane's two rows.
-__device__ inline void make_weights(Tile (&w)[P / 16], const TeamBuilder& b, const float (&rows)[2], const Operand* x, const Packed& projection) {
-    start_weights(w, b, rows);
+// Computes the reader's weights. `offsets` are those of the lane's two rows.
+__device__ inline void make_weights(Tile (&w)[P / 16], const TeamBuilder& b, const float (&offsets)[2], const Operand* x, const Packed& projection) {
+    start_weights(w, b, offsets);
     add_logarithms(w, b, x, projection);
     each(w, [](int, int, float& x) { x = power_of_two(x); });
 }
@@ -220,14 +220,14 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
             b.offset[threadIdx.x] = GATED ? offset - b.since(threadIdx.x) : offset;
             set_unit(b, threadIdx.x, unit);
         }
-        // What is added to the logarithms of the lane's two rows as reader.
-        float rows[2];
+        // The offsets of the lane's two rows as reader; those of keys get their -|x|^2/2 below.
+        float offsets[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int row = 16 * warp() + lane() / 4 + 8 * h;
             bool has = row < span.count && (!KEYS || keep(span.token(row)));
-            rows[h] = !has ? -infinity() : KEYS ? 0.0f : -t.logs[first_query + span.token(row)];
-            if (GATED) rows[h] += b.since(row);
+            offsets[h] = !has ? -infinity() : KEYS ? 0.0f : -t.logs[first_query + span.token(row)];
+            if (GATED) offsets[h] += b.since(row);
         }
         __syncthreads();
         int n = enter(b, own, span.count, packed, &s.rest[0][0], s.lows(), KEYS ? nullptr : s.before);
@@ -246,12 +246,12 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
                     unsigned pair = *(const unsigned*)&s.x[16 * warp() + lane() / 4 + 8 * h][8 * i + 2 * (lane() % 4)];
                     square += low_half(pair) * low_half(pair) + high_half(pair) * high_half(pair);
                 }
-                rows[h] -= p.norm * over_row(square, Add());
+                offsets[h] -= p.norm * over_row(square, Add());
             }
         }
         Tile w[P / 16], d[P / 16];
         if (KEYS) {
-            make_weights(w, b, rows, &s.x[0][0], packed);
+            make_weights(w, b, offsets, &s.x[0][0], packed);
             Left weights[P / 16];
 #pragma unroll
             for (int i = 0; i < P / 16; i++) weights[i] = as_left(w[i]);
@@ -261,14 +261,15 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
             put_rows<VALUES>(dy + (long long)place.query_index * p.keys * VALUES, sums, span, 16 * warp(), n);
         }
 
-        // Starts d with the column of the denominator, which is m where keys read, then adds the
-        // rows of the chunk itself and the sums of the other chunks.
+        // Where keys read, d begins with m, since the unit of a key is 1. Where queries read, the
+        // term of e follows once e is known. Then come the rows of the chunk itself, and the sums
+        // of the other chunks with what rounding them lost.
         each(d, [&](int, int column, float& x) { x = KEYS ? b.norm[column] : 0.0f; });
         multiply_values(d, s, KEYS);
         multiply_sums(d, &s.y[0][0], &b.sums[0][0]);
         multiply_sums(d, &s.y[0][0], &s.rest[0][0]);
         if (!KEYS) {
-            make_weights(w, b, rows, &s.x[0][0], packed);
+            make_weights(w, b, offsets, &s.x[0][0], packed);
             // The gradients of a query's log-features sum to zero, since a common shift cancels in
             // the quotient. This determines e, and is why dq has no term of the norm of q.
             float sum[2] = {}, weight[2] = {}, e[2];

@@ -85,6 +85,8 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
         Span next = span_from(span.first + n);
         copy_keys(next);
         if (GATED && warp() == 0) steps = load_steps<false>(gates, next, p.keys);
+        // This adds the chunk to the sums in registers. The reader reads their copy in shared
+        // memory, which `enter` made and which does not hold the chunk.
         absorb(b, own);
 
         Tile w[P / 16];

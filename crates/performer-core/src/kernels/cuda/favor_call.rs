@@ -55,7 +55,7 @@ const WARPS: usize = THREADS / 32;
 /// `Given` is what a problem may have besides queries, keys and values.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Given<'a> {
-    /// Which keys count, `(B, Tk)`, u8.
+    /// Which keys are visible, `(B, Tk)`, u8.
     pub(super) visible: Option<View<'a>>,
     /// Forget gates, `(B, Hkv, Tk)`, f32.
     pub(super) gates: Option<View<'a>>,
@@ -218,7 +218,7 @@ impl<'a> Call<'a> {
         if self.given.logs { (values + 1).next_multiple_of(4) } else { values }
     }
 
-    /// `more`, and the macro of rows with logarithms where they have some.
+    /// Returns `more`, with the macro `LOGS` where rows of outputs have logarithms.
     fn with_logs<'m>(&self, more: &[Macro<'m>]) -> Vec<Macro<'m>> {
         let logs: Option<Macro> = self.given.logs.then_some(("LOGS", &1));
         more.iter().copied().chain(logs).collect()

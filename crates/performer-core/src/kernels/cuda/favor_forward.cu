@@ -35,8 +35,8 @@ struct Shared {
     // The weights of queries, 2^(logarithm + scale - largest); or signed features.
     alignas(16) Operand weights[C][F + PAD];
     alignas(16) Operand pairs[C][C + PAD];
-    // Reductions over columns, a part from each turn: the largest logarithm, and the parts of the
-    // denominator from the sums and from the chunk.
+    // Reductions over columns, a part from each warp of a group: the largest logarithm, and the
+    // parts of the denominator from the sums and from the chunk.
     float largest[TURNS][C], past[TURNS][C], present[TURNS][C];
     // The largest logarithm of each row, to which its weights are relative (with signed features,
     // the scale), and 1/denominator, or 0 where the denominator is 0.
@@ -100,6 +100,8 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
             set_key_offsets<BUILDS>(b, b, keys, span, p.norm, keep, metric, b.excess);
             __syncthreads();
             n = enter(b, memory, keys, span, of_keys);
+            // This adds the chunk to the sums in registers. The reader reads their copy in shared
+            // memory, which `enter` made and which does not hold the chunk.
             absorb(b, memory);
         }
 

@@ -6,24 +6,28 @@
 //   d gate_t = d gate_(t+1) - factor_t
 //
 // where factors are those of favor_backward.cu. The first needs sums that are at hand at the
-// borders of segments only; the second, a difference in which almost all cancels, would gather
-// errors over a long sequence. So the first is computed at borders, and the second in between, from
-// a segment's end to its beginning. What it then differs by from the first is rounding, and each
-// token of the segment gets an equal share of the correction.
+// borders of segments only, and is computed there. The second is computed inside each segment, from
+// its end to its beginning. Alone it would gather errors over a long sequence, since almost all of
+// it cancels. At the beginning of a segment the two differ by rounding, and each token of the
+// segment gets an equal share of that difference as a correction.
 //
 //   before (segments, B, Hkv, RECORD), later (segments, B, H, RECORD) -> borders (segments, B, H)
 //   factors (SPLITS, B, H, T), borders -> d gates (B, Hkv, T)
 
 #include "favor.cuh"
 
-// Computes the gradient at the first token of every segment but the first. There it is zero, and
-// not written. A block has a query head and a segment; shared memory holds WARPS numbers.
+// Computes the gradient at the first token of every segment but the first. No key comes before the
+// sequence's first token, so its gate has the gradient zero, which is not written. A block has a
+// query head and a segment; shared memory holds WARPS numbers.
 extern "C" __global__ void __launch_bounds__(THREADS)
 favor_gate_borders(Problem p, float* before, float* later, float* borders) {
     extern __shared__ uint4 shared_memory[];
     float* parts = (float*)shared_memory;
     constexpr int WIDTH = SPLITS * V;
     int index = blockIdx.x, key_index = index / p.group, segment = blockIdx.y + 1, heads = gridDim.x;
+    // Record s of `before` holds the keys before segment s as of the last of them, and record s - 1
+    // of `later` the queries from segment s on as of the first of them. So the gate of the border's
+    // own token alone stands between the two.
     float* keys = before + ((long long)segment * (heads / p.group) + key_index) * RECORD;
     float* queries = later + ((long long)(segment - 1) * heads + index) * RECORD;
     float gate = gates_of(p, key_index)[segment * p.segment] * LOG2E, sum = 0;
@@ -68,7 +72,7 @@ favor_gate_gradients(Problem p, int heads, int parts, const float* factors, cons
     }
     sums[threadIdx.x] = sum;
     __syncthreads();
-    // Now the sums of the threads up to each.
+    // Each thread's sum becomes the sum over all threads up to it.
     for (int reach = 1; reach < THREADS; reach *= 2) {
         float other = (int)threadIdx.x >= reach ? sums[threadIdx.x - reach] : 0.0f;
         __syncthreads();

@@ -1,5 +1,6 @@
-// The projection as the kernels read it (`Packed` in tile.cuh): a right factor in fragments, once
-// for features and once for gradients.
+// The matrices of a feature map as the kernels read them (`Packed` in tile.cuh), as right factors
+// in fragments: the projection once for features and once for gradients, and P and P^T P of
+// `KeyForm`, which are packed like a projection with DIM features.
 
 #include "tile.cuh"
 

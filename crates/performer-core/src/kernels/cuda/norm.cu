@@ -74,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) norm_backward(
     dx += row * width;
     float mean, scale;
     statistics(x, width, eps, mean, scale);
+    // The means of h u and of h, as they are called in the formula above.
     float along = 0.0f, level = 0.0f;
     for (int i = lane; i < width; i += 32) {
         float h = widen(grad[i]) * weight[i];

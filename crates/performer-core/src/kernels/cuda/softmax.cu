@@ -67,7 +67,8 @@ __device__ void load_all(Operand* to, Rows<const Stored> from, Span span, int wi
     load_rows<ROWS, COLUMNS, 1>(to, COLUMNS + PAD, 0, from, span, 0, width, [](int) { return 1.0f; });
 }
 // Whether the registers of a block that computes dk and dv have room for both and, beside them, for
-// the product that add_far computes apart.
+// a product that is computed apart. Wider heads add within the tensor cores, with the loss that
+// add_far tells of.
 constexpr bool NARROW = D + V <= 128;
 
 // Computes sums += A B, A (R, depth) and B (depth, columns) in shared memory. If APART, the product

@@ -35,7 +35,8 @@ struct Problem {
     // The numbers of a row of outputs and of their gradients: VALUES, or more, and then the
     // logarithm of the row's denominator stands after its values.
     int width;
-    // log2(e)/sqrt(DIM), which scores are multiplied by, and 1/sqrt(DIM), which gradients are.
+    // Products q.k times `scale`, log2(e)/sqrt(DIM), are scores to base 2; gradients of queries and
+    // keys are multiplied by `slope`, 1/sqrt(DIM).
     float scale, slope;
     Strides q, k, v;
     // The sums of gates up to each key, (B, Hkv, Tk).
@@ -57,7 +58,8 @@ __device__ inline GateSum gate_sum(const Problem& p, int key_index, int key, boo
 }
 
 // Says whether a key lies before the window of a query, whose own key is `own`, and is no sink.
-// This and is_unseen make all comparisons, since a branch for each number of a tile costs more.
+// This and is_unseen use & and |, not && and ||: to make every comparison costs less than a branch
+// for each number of a tile.
 __device__ inline bool is_before(const Problem& p, int own, int key) { return (key <= own - p.window) & (key >= p.sinks); }
 
 // Says whether a query, whose own key is `own`, does not see a key: it is of a later token, or lies

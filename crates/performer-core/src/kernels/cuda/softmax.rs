@@ -94,13 +94,14 @@ pub(crate) struct Seen {
     pub(crate) offset: Option<usize>,
     pub(crate) window: Option<usize>,
     pub(crate) sinks: usize,
-    /// Which keys count, `(B, Tk)`, u8, contiguous; all where it is `None`.
+    /// Which keys are visible, `(B, Tk)`, u8, contiguous; all where it is `None`.
     pub(crate) visible: Option<Tensor>,
 }
 
 /// Computes `softmax(q·kᵀ/√D) v`: `q` `(B, H, Tq, D)`, `k` `(B, Hkv, Tk, D)`, `v`
 /// `(B, Hkv, Tk, Dv)` → `(B, H, Tq, Dv)`. The last dimension of each is contiguous and nothing is
-/// empty. A row that sees no key is zero. `gates` `(B, Hkv, Tk)` need an offset.
+/// empty. A row that sees no key is zero. `gates` `(B, Hkv, Tk)`, f32 and contiguous, need an
+/// offset.
 pub(crate) fn softmax(qkv: [&Tensor; 3], gates: Option<&Tensor>, seen: Seen) -> Result<Tensor> {
     attend(qkv, gates, Softmax { seen, with_logs: false, logs: Mutex::new(None) })
 }

@@ -30,8 +30,8 @@ __device__ inline double add_up(double* shared, double x) {
     return shared[threadIdx.x];
 }
 
-// A gate below this forgets everything. It counts as this, since a sum with a number of any size
-// would lose the gates that follow.
+// A gate below this counts as this, which forgets everything too, since e^-10000 is 0 in f32. A
+// much larger number in the sums would leave no digits for the gates after it.
 constexpr float FORGETS_ALL = -1e4f;
 
 // Computes the sums of gates from the first token on; a block has one key head.

@@ -143,8 +143,8 @@ struct Unseen {
         earlier = first <= last_own - p.window;
     }
 };
-// Hides the keys that the rows of the warp's m-th tile do not see from their scores, without a
-// branch for each number.
+// Sets the scores of the keys that the rows of the warp's m-th tile do not see to -inf. The
+// comparison of each number is a selection and no branch.
 template <int N>
 __device__ void hide(Tile (&scores)[N], int m, Unseen unseen, const Problem& p, int first, int reach, int start) {
     if (unseen.later) {

@@ -101,9 +101,10 @@ __device__ float over_row(float x, Op op) {
 
 // ---- Rows.
 
-// Starts to copy ROWS rows of a tile of COLUMNS columns to a matrix in shared memory, by N threads;
-// rows that do not count and numbers beyond WIDTH become zero. `at(row, column)` is the place of a
-// number, and eight that begin at a multiple of eight follow each other.
+// Starts to copy ROWS rows of a tile of COLUMNS columns to a matrix in shared memory, by N threads.
+// Rows that `keep` refuses or that lie beyond the span, and numbers beyond WIDTH, become zero.
+// `at(row, column)` is the place of a number; the eight numbers from a column that is a multiple of
+// eight on must lie side by side.
 template <int ROWS, int COLUMNS, int WIDTH, int N, class At, class F_>
 __device__ void copy_rows(At at, Rows<const Stored> from, Span span, int first_row, F_ keep) {
     constexpr int LENGTH = 16 / sizeof(Stored), PIECES = COLUMNS / LENGTH, ALL = ROWS * PIECES;

@@ -226,8 +226,10 @@ struct Packed {
 #endif
 };
 
-// ---- `Sums` is a matrix of sums (ROWS, COLUMNS) in the registers of a block. Warps stand in
-// ROW_GROUPS groups of rows; the warps of a group take turns at the columns, 16 a turn.
+// ---- `Sums` is a matrix of sums (ROWS, COLUMNS) in the registers of a block. The warps of a block
+// stand in ROW_GROUPS groups, each of which has some of the rows. Inside a group the columns are
+// dealt out 16 at a time: `turn()` is a warp's number in its group, and the warp has the tiles
+// turn(), turn() + TURNS, and so on. All warps work at the same time.
 
 template <int ROWS, int COLUMNS, int ROW_GROUPS>
 struct Sums {
@@ -405,8 +407,8 @@ struct Sums {
     }
 
     // Reduces each row, by sum or maximum over columns of `f(row, column, number)`: `to[t][row]`
-    // gets the part of the warps whose turn is t. After __syncthreads, `together` combines the
-    // parts.
+    // gets the part of the warps with number t in their groups. After __syncthreads, `together`
+    // combines the parts.
     template <class Op, class F>
     __device__ void over_columns(float (*to)[ROWS], Op op, F f) {
         over_columns_with(*this, to, op, [&](int row, int column, float x, float) { return f(row, column, x); });

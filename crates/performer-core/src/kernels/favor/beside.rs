@@ -15,7 +15,7 @@ use super::{Form, exponential::LinearGradient, op::Passes, padded};
 /// Computes the attention of [`super::favor`] with parameters, gates, or both. Parameters are
 /// `(maps, 2·M·D + M)`, one row for each key head or one for all: the rows for queries, the rows
 /// for keys, and the logarithms of the features' weights, see [`super::Trained`]. The sizes given
-/// with them are `M` and `D`. Gates are `(B, Hkv, Tk)`.
+/// with them are `M` and `D`. Gates are `(B, Hkv, Tk)`, f32 and contiguous.
 pub(super) fn favor_beside(
     form: Form,
     parameters: Option<(&Tensor, [usize; 2])>,

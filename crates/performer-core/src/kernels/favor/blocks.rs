@@ -186,7 +186,7 @@ impl Blocks {
         if self.chunk == 64 { 2 } else { 1 }
     }
 
-    /// The warps of a group, which take turns at the columns.
+    /// The warps of a group, among which columns are dealt out.
     fn turns(&self) -> usize {
         WARPS / self.row_groups()
     }

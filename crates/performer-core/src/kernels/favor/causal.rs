@@ -37,8 +37,8 @@ use super::{
 };
 
 /// The most chunks of a segment. The backward pass keeps their features: 0.7 MB with 128 features,
-/// values of 64 and one query head for each key head, which fits a second-level cache. More features
-/// or larger groups may not fit.
+/// values of 64 and one query head for each key head, which fits a second-level cache. More
+/// features or larger groups may not fit.
 pub(super) const SEGMENT_CHUNKS: usize = 16;
 
 /// `Saved` is what the forward pass of one key head keeps for the backward pass.
@@ -187,9 +187,9 @@ impl WithSimd for Scan<'_, '_> {
         let mut finite = true;
         // Each waiting chunk keeps a copy of the sums, so their number is bounded.
         let most = 2 * threads();
-        let (mut start, mut limit) = (0, CHUNK);
+        let (mut start, mut load_at_most) = (0, CHUNK);
         while start < tokens {
-            let mut count = limit.min(tokens - start);
+            let mut count = load_at_most.min(tokens - start);
             if let Some(gates) = head.gates {
                 // The keys after these would most likely begin a new chunk, and would have been
                 // loaded for nothing.
@@ -203,7 +203,7 @@ impl WithSimd for Scan<'_, '_> {
             let n = tile.enter(simd, sums, count);
             // After a chunk that ended early, fewer keys are loaded: the next chunk may end early
             // too, and keys that it does not take are loaded again for the one after it.
-            limit = if n < count { LANES } else { (2 * limit).min(CHUNK) };
+            load_at_most = if n < count { LANES } else { (2 * load_at_most).min(CHUNK) };
             if let Some(chunks) = &mut chunks {
                 chunks.push(start, sums);
             }
@@ -272,8 +272,11 @@ impl WithSimd for Chunk<'_> {
 
 /// `Work` is the working memory in which the outputs of a chunk are computed.
 struct Work {
+    /// The weights of queries, `(CHUNK, padded(F))`.
     weights: Vec<f32>,
+    /// The products `φ(q_i)·φ(k_j)` for `j ≤ i`, `(CHUNK, CHUNK)`.
     triangle: Vec<f32>,
+    /// The numerators, `(CHUNK, padded(Dv))`.
     rows: Vec<f32>,
 }
 

@@ -275,7 +275,7 @@ impl<'a> QueryScan<'a> {
                 let left = Left::rows(&triangle[i * CHUNK..], CHUNK);
                 gemm(simd, Accumulate::Yes, [rows, features, seen], left, right, &mut dphi[i * features..], features);
             }
-            tile.query_logs(simd, n, weights, output, norm, dphi);
+            tile.finish_query_gradients(simd, n, weights, output, norm, dphi);
             let dq = dq.split_off_mut(..n * q.width).expect("as many rows as tokens");
             let (linear, at) = (to.linear.as_deref_mut(), span);
             head.map.query_gradients(simd, (dphi, weights), (q, at), dq, linear, &mut tile.scratch);

@@ -197,7 +197,7 @@ impl WithSimd for QueryGradients<'_> {
                     features,
                 );
                 tile.add_output_gradient(simd, n, &weights, &output, future);
-                tile.query_logs(simd, n, &weights, &output, &sums.norm, &mut dphi);
+                tile.finish_query_gradients(simd, n, &weights, &output, &sums.norm, &mut dphi);
                 let to = &mut dq[(g * q.tokens + start) * q.width..][..n * q.width];
                 let (linear, at) = (linear.as_deref_mut(), span);
                 head.map.query_gradients(simd, (&mut dphi, &weights), (q, at), to, linear, &mut tile.scratch);

@@ -46,11 +46,15 @@ pub(crate) enum Map {
 /// `Scratch` is working memory for the maps.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Scratch {
+    /// Rows of half types, widened to f32.
     pub(super) rows: Vec<f32>,
+    /// Features, transposed keys or padded gradients of a chunk.
     pub(super) tile: Vec<f32>,
+    /// Rows times the metric, or transposed rows of a quadratic map.
     turned: Vec<f32>,
     /// Rows padded to whole vectors; the padding stays 0.
     padded: Vec<f32>,
+    /// Gradients of transposed rows, of a quadratic map.
     gradients: Vec<f32>,
 }
 

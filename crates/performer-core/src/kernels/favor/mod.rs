@@ -49,6 +49,9 @@
 //!
 //! Without a causal mask `P` falls away: `S` and `z` are sums over all keys, `R` and `r` over all
 //! queries.
+//!
+//! `blocks` and `records` belong to the CUDA kernels. They stand here because `cuda` is compiled
+//! with that feature alone, and their tests need no CUDA.
 
 mod beside;
 #[cfg(any(test, feature = "cuda"))]
@@ -239,7 +242,7 @@ struct Head<'a> {
     q: Vec<Rows<'a>>,
     k: Rows<'a>,
     v: Rows<'a>,
-    /// Which keys count, `(Tk)`; all where it is `None`.
+    /// Which keys are visible, `(Tk)`; all where it is `None`.
     visible: Option<&'a [bool]>,
     /// Forget gates, `(Tk)`.
     gates: Option<&'a [f32]>,

@@ -22,8 +22,9 @@ use super::{
 
 /// Computes FAVOR attention: `q` `(B, H, Tq, ·)`, `k` `(B, Hkv, Tk, ·)`, `v` `(B, Hkv, Tk, Dv)` →
 /// `(B, H, Tq, Dv)`, or `Dv + 1` with logarithms. The last dimension of `q` and `k` is what the map
-/// takes. Gates are `(B, Hkv, Tk)` and need `causal`. The last dimension of `q`, `k` and `v` is
-/// contiguous and nothing is empty. `visible` is `(B, Tk)`. A row that sees no key is zero.
+/// takes. Gates are `(B, Hkv, Tk)`, f32 and contiguous, and need `causal`. The last dimension of
+/// `q`, `k` and `v` is contiguous and nothing is empty. `visible` is `(B, Tk)`. A row that sees no
+/// key is zero.
 pub(crate) fn favor(
     form: Form,
     qkv: [&Tensor; 3],
@@ -44,13 +45,13 @@ struct Favor(Passes);
 pub(super) struct Passes {
     form: Form,
     causal: bool,
-    /// Which keys count, `(B, Tk)`.
+    /// Which keys are visible, `(B, Tk)`.
     visible: Option<Vec<bool>>,
     /// Whether any input is tracked, so that a backward pass may follow.
     tracked: bool,
-    /// What the forward pass keeps for the backward pass, one entry for each key head. There is no
-    /// lock to hold during a backward pass: while its thread waits for others, Rayon may begin a
-    /// second backward pass over the same node on it.
+    /// What the forward pass keeps for the backward pass, one entry for each key head. This is no
+    /// `Mutex`: while the thread of a backward pass waits for others, Rayon may begin a second
+    /// backward pass over the same node on it, which would wait for the lock for ever.
     saved: OnceLock<Vec<Saved>>,
     /// The outputs of f16 and bf16 before rounding. Gradients contain differences from the output
     /// in which most of the number cancels: rounded outputs would put them 2% off.
@@ -160,7 +161,7 @@ impl Passes {
                         let gradients = causal_backward::Gradients { dq, dk, dv, dlog, linear };
                         causal_backward::backward(given, gradients, spare);
                         if let Some(dgates) = dgates {
-                            sum_from_each(dgates, grad, self.form.logs);
+                            gate_gradients(dgates, grad, self.form.logs);
                         }
                     }
                     Saved::Full(saved) => {
@@ -180,7 +181,7 @@ impl Passes {
 /// and the logarithm of the denominator of query `t` contains `c_t`. So `dc_t = h_t − dlog[t]` and
 /// `dg_t = Σ_{j≥t} dc_j`. Here `h_t` is the gradient of that logarithm, summed over the query
 /// heads: the last number of a row of `grad` if there are `logs`, else 0.
-fn sum_from_each(dlog: &mut [f32], grad: &[Rows], logs: bool) {
+fn gate_gradients(dlog: &mut [f32], grad: &[Rows], logs: bool) {
     // The sum is f64, since most of its terms cancel over all keys.
     let mut sum = 0f64;
     for (t, dlog) in dlog.iter_mut().enumerate().rev() {

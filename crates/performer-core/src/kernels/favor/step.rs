@@ -49,7 +49,8 @@ impl WithSimd for Step<'_> {
                 *key -= new;
                 *c = new;
             }
-            // The padding becomes −∞, whose exponential is 0: it enters the padded norms and products.
+            // The padding becomes −∞, whose exponential is 0: it enters the padded norms and
+            // products.
             key[f..].fill(f32::NEG_INFINITY);
             decay[f..].fill(f32::NEG_INFINITY);
             exp_minus(simd, key, 0.0);

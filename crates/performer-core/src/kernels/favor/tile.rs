@@ -326,7 +326,7 @@ impl<'a> Tile<'a> {
     /// them. `dphi` `(n, padded(F))` holds `dφ` on entry but for the term `e zᵀ`, where `z` is
     /// `norm`; this function adds that term.
     #[inline(always)]
-    pub(super) fn query_logs<S: Simd>(
+    pub(super) fn finish_query_gradients<S: Simd>(
         &self,
         simd: S,
         n: usize,

@@ -10,8 +10,8 @@ use super::{Form, beside::favor_beside, exponential::Exponential, map::Map};
 
 /// `Trained` holds the parameters of positive features as they are at one call.
 pub(crate) struct Trained {
-    /// For each head, its rows for queries, its rows for keys and its weights of the keys:
-    /// `(H, 2·M·D + M)`.
+    /// For each key head, or once for all: the rows for queries, the rows for keys and the
+    /// logarithms of the weights of keys, `(maps, 2·M·D + M)`.
     parameters: Tensor,
     maps: Arc<[Map]>,
     /// The sizes `M` and `D`.
@@ -19,8 +19,9 @@ pub(crate) struct Trained {
 }
 
 impl Trained {
-    /// Takes rows for queries, rows for keys and weights of keys, see [`Exponential`], in one tensor
-    /// `(H, 2·M·D + M)`, f32; `H` may be 1 for any number of heads.
+    /// Takes rows for queries, rows for keys and the logarithms of the weights of keys, see
+    /// [`Exponential`], in one tensor `(maps, 2·M·D + M)`, f32. One map serves any number of key
+    /// heads.
     pub(crate) fn new(parameters: Tensor, [m, d]: [usize; 2]) -> Result<Self> {
         let map = |block: &Vec<f32>| {
             let (queries, of_keys) = block.split_at(m * d);

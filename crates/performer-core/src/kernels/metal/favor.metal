@@ -1,6 +1,8 @@
 // Causal FAVOR, forward, with positive features:
-// `out_i = sum_j f(q_i).f(k_j) v_j / sum_j f(q_i).f(k_j)` over j <= i, where feature r of x is
-// exp(w_r.x - |x|^2/2). Features never leave the threadgroup.
+// `out_i = sum_j f(q_i).f(k_j) v_j / sum_j f(q_i).f(k_j)` over j <= i, where feature r is
+// exp(w_r.x - |x|^2/2) and x is DIM^(-1/4) times a query or key. For queries exp(-|x|^2/2) is left
+// out, and for both the factor FEATURES^(-1/2), since they cancel in the quotient. Features never
+// leave the threadgroup.
 //
 // A threadgroup has a query head and a slice of its values, and takes one chunk of tokens after the
 // other. A simdgroup has eight of the values, with the sums `S = sum_j f(k_j) v_j` over all
@@ -20,8 +22,9 @@
 // of keys is divided by 2^scale[r], the largest logarithm before the chunk and of its first row,
 // which every row of the chunk may see. The logarithms of a later row may exceed scale[r] by up to
 // LIMIT; the first row that exceeds it by more begins a chunk of its own. So where a chunk ends
-// depends on its past alone, and no row's numbers depend on what comes after it. A row of queries is
-// divided by 2^(its largest logarithm, of query and scale together), which cancels in the quotient.
+// depends on its past alone, and no row's numbers depend on what comes after it. A row of queries
+// is divided by 2^(its largest logarithm, of query and scale together), which cancels in the
+// quotient.
 //
 // No infinity and no NaN stands for anything, since a compiler in fast mode may assume that there
 // is none: FLOOR stands for what does not exist.

@@ -7,7 +7,8 @@ use objc2_metal::MTLSize;
 
 use super::{Projection, compile};
 
-/// The most features that the kernel takes: more do not fit the memory of a threadgroup.
+/// The most features that the kernel takes. At the largest widths, the memory of a threadgroup has
+/// room for 288.
 const MOST_FEATURES: usize = 256;
 /// The largest head and value dimension that the kernel takes.
 const MOST_WIDTH: usize = 128;

@@ -96,8 +96,9 @@ impl WithSimd for Backward<'_> {
         for i in span.clone().step_by(QUERIES) {
             let queries = QUERIES.min(span.end - i);
             let tile = Span { start: i, count: queries };
-            // Without a pair to compute, a tile of queries lies before the piece of keys, or so far
-            // behind it that no window reaches back. Gradients of queries are written even so.
+            // A tile of queries that lies before the piece of keys, or so far behind it that no
+            // window reaches back, has no pair to compute and is left out, unless its gradients
+            // must be written.
             if of_queries.is_none() && head.tiles(tile, seen.clone()).next().is_none() {
                 continue;
             }
@@ -126,7 +127,7 @@ impl WithSimd for Backward<'_> {
             for column in grad_columns.chunks_exact_mut(QUERIES) {
                 multiply(simd, &mut column[..columns], &factor[..columns]);
             }
-            // Of a row that sees no key it is ∞, and ∞ minus another would be NaN.
+            // For a row that sees no key, `largest` is ∞, and ∞ minus another would be NaN.
             let reached = largest.map(|largest| largest.min(f32::MAX));
             rows.fill(0.0);
             let mut over_keys = [0f32; QUERIES];
@@ -304,7 +305,7 @@ impl Softmax {
             let offset = self.seen.offset.unwrap_or(0);
             for (n, dlog) in dlog.chunks_exact_mut(keys).enumerate() {
                 let of_rows = of_rows.chunks_exact(t).skip(n * group).take(group).collect::<Vec<&[f32]>>();
-                sum_from_each(dlog, &of_rows, offset);
+                gate_gradients(dlog, &of_rows, offset);
             }
         }
         let [mut dk, mut dv] = [dk, dv].map(Fresh::finish);
@@ -333,7 +334,7 @@ fn remove_padding(rows: &mut Vec<f32>, width: usize, to: usize) {
 /// where it is not returned). Outputs that were rounded to half types put it slightly off. The sums
 /// as computed are used, since `dlog` is off by as much in all; with exact ones, the difference
 /// would grow with the length.
-fn sum_from_each(dlog: &mut [f32], of_rows: &[&[f32]], offset: usize) {
+fn gate_gradients(dlog: &mut [f32], of_rows: &[&[f32]], offset: usize) {
     // The sum is f64, since most of its terms cancel over all keys.
     let mut sum = 0f64;
     for (t, dlog) in dlog.iter_mut().enumerate().rev() {

@@ -167,13 +167,13 @@ impl<'a> Forgotten<'a> {
 
     /// Moves back to the tile `keys`; in the window, it computes the sums of gates that
     /// [`Self::add`] needs there. Returns false once the weights `e^{s − m}` of these keys and of
-    /// all keys before them are zero for every query. `reached` holds for each query a finite
+    /// all keys before them are zero for every query. `largest` holds for each query a finite
     /// number that is at most its `m`: the largest score so far (−1e37 before any), or in the
     /// backward pass the largest of all.
     #[inline(always)]
-    pub(super) fn reaches<S: Simd>(&mut self, simd: S, keys: Span, reached: &[f32]) -> bool {
+    pub(super) fn reaches<S: Simd>(&mut self, simd: S, keys: Span, largest: &[f32]) -> bool {
         let end = keys.start + keys.count;
-        let bound = f64::from(max_difference(simd, &self.bounds, reached));
+        let bound = f64::from(max_difference(simd, &self.bounds, largest));
         let is_zero = |sum: f64| 0.999 * sum + bound < f64::from(NEGLIGIBLE);
         if keys.start < self.first {
             return !is_zero(f64::from(self.sinks[end - 1]));
