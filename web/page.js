@@ -315,7 +315,8 @@ $("form").addEventListener("submit", (event) => {
   }
 });
 $("form").addEventListener("keydown", (event) => {
-  // Enter in a field begins with what it holds. The button that the form has for it would only stop.
+  // Enter in a field begins with what it holds. The button that the form has for it would only
+  // stop.
   if (event.key !== "Enter" || event.isComposing || !event.target.matches("input")) return;
   if (run.writing.size && performer.cacheBytesPerToken) {
     event.preventDefault();

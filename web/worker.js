@@ -3,7 +3,8 @@
 
 import init, { Model } from "./performer_web.js?/* build */";
 
-// The script that builds the page puts in a digest, so that a browser's cache mixes no two builds.
+// The script that builds the page puts in a digest: the program and the models are asked for by
+// their build, past those of another one in a browser's cache.
 const BUILD = "?/* build */";
 
 // A piece is written in about this time, after which the page is told of it.

@@ -27,12 +27,16 @@ impl Listener for Notes {
 }
 
 /// Stories that a program made. Whoever has texts of their own takes those.
-pub(crate) fn stories() -> Vec<String> {
+fn stories() -> Vec<String> {
+    // No two of these have the same four words.
     let all = (0..400).map(|i| {
         let name = ["Ada", "Leo", "Mia", "Tom", "Zoe"][i % 5];
         let thing = ["a ball", "a cake", "a boat", "a hat", "a kite", "a drum", "a lamp"][i / 5 % 7];
         let place = ["the park", "the hill", "the shop", "the lake"][i / 35 % 4];
-        format!("{name} wanted {thing}. {name} went to {place} and found {thing} there. Now {name} is happy.")
+        let time = ["morning", "noon", "night"][i / 140];
+        format!(
+            "One {time} {name} wanted {thing}. {name} went to {place} and found {thing} there. Now {name} is happy."
+        )
     });
     all.collect()
 }
@@ -42,7 +46,7 @@ pub(crate) fn stories() -> Vec<String> {
 /// nats per token.
 ///
 /// # Errors
-/// A folder that holds a model already, or cannot be written.
+/// A folder that cannot be written.
 pub(crate) fn train_and_convert(folder: &Path, steps: usize, listener: &dyn Listener) -> Result<(f64, f64)> {
     // ANCHOR: essence
     // The last tenth of the stories is held out.
@@ -62,6 +66,7 @@ pub(crate) fn train_and_convert(folder: &Path, steps: usize, listener: &dyn List
     let small = ModelConfig { hidden_size: 64, heads: 2, kv_heads: 2, feed_forward_size: 128, context: 32, ..model };
     let model = ModelConfig { attention: AttentionConfig::Softmax, layers: 2, ..small };
     let training = TrainingConfig {
+        // As many epochs as it takes to make the steps.
         epochs: steps,
         max_steps: Some(steps),
         batch_size: 16,
@@ -70,13 +75,15 @@ pub(crate) fn train_and_convert(folder: &Path, steps: usize, listener: &dyn List
         ..training
     };
     let softmax = folder.join("softmax");
-    let options = RunOptions { listener, ..RunOptions::new(&softmax) };
+    // What an earlier call left in the folder is replaced.
+    let options = RunOptions { overwrite: true, listener, ..RunOptions::new(&softmax) };
     let trained = Trainer::new(&model, &training, &data, options)?.run()?.context("nobody stops the training")?;
 
     let teacher = Pretrained::open(&softmax.to_string_lossy())?;
     let attention = "favor:m=32,map=learned,gate,conv".parse().map_err(anyhow::Error::msg)?;
     let performer = folder.join("performer");
     let plan = Plan {
+        overwrite: true,
         transfer_steps: steps / 4,
         tuning: Some(Tuning { rate: 1e-3, ..Tuning::new(steps / 4) }),
         listener,
@@ -94,7 +101,7 @@ fn main() -> Result<()> {
     let (softmax, performer) = train_and_convert(folder, 200, &Notes)?;
     println!("softmax: {softmax:.3} nats a token; the Performer made of it: {performer:.3}");
     let (model, tokenizer) = pretrained::load(&folder.join("performer").to_string_lossy(), &Device::Cpu)?;
-    let prompt = "Ada wanted";
+    let prompt = "One morning Ada";
     print!("{prompt}");
     generate(&model, &tokenizer, prompt, 40, Sampling::default(), |piece| {
         print!("{piece}");

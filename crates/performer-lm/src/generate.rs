@@ -122,8 +122,8 @@ pub struct Generation {
 }
 
 /// Returns what a model writes after the words with which stories begin, those words included, or
-/// `None` if it leaks or has too few learned positions for them, or if its tokenizer has no tokens for
-/// them.
+/// `None` if it leaks or has too few learned positions for them, or if its tokenizer has no tokens
+/// for them.
 ///
 /// # Errors
 /// As [`generate`].

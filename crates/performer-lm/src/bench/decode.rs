@@ -1,6 +1,6 @@
 //! This module measures decoding alone: time per token and bytes of state over the length of the
-//! context, of FAVOR+, of softmax with its cache, and of the rival of FAVOR+ whose state is constant
-//! as well, a window of softmax with as many numbers of state.
+//! context, of FAVOR+, of softmax with its cache, and of the rival of FAVOR+ whose state is
+//! constant as well, a window of softmax with as many numbers of state.
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Tensor};

@@ -178,10 +178,10 @@ fn table(outcome: &Outcome) -> String {
     )
 }
 
-/// Writes a gap in perplexity in per cent; by its power of ten where it is so large that more digits
-/// say nothing.
+/// Writes a gap in perplexity in per cent; by its power of ten where it is so large that more
+/// digits say nothing.
 fn show_gap(gap: f64) -> String {
-    let percent = 100.0 * gap;
+    let percent = (100.0 * gap).min(f64::MAX);
     if percent < 1e6 { format!("{percent:+.1}%") } else { format!("{percent:+.1e}%") }
 }
 
@@ -209,4 +209,15 @@ fn row(s: &Summary, chosen: bool) -> Vec<String> {
         row.insert(1, s.learning_rate.map_or_else(|| "–".into(), |rate| rate.to_string()));
     }
     row
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gaps_of_any_size_are_numbers_of_few_digits() {
+        assert_eq!([0.0133, -0.2].map(show_gap), ["+1.3%", "-20.0%"]);
+        assert_eq!([3e9, 1e308].map(show_gap), ["+3.0e11%", "+1.8e308%"]);
+    }
 }

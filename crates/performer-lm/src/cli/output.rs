@@ -219,8 +219,8 @@ pub(super) fn error_of_rank(error: &anyhow::Error, rank: usize, size: usize) -> 
     known.is_some()
 }
 
-/// Returns what a rank says of its error. Where the others were told of it in words, its own causes
-/// say more: they know which option was typed.
+/// Returns what a rank says of its error. Where the others were told of it in words, this rank
+/// writes its own causes, in which a setting is called by the option that was typed.
 fn text_of_rank(error: &anyhow::Error, rank: usize, size: usize) -> String {
     let told = error.downcast_ref().map(Disagreement::to_string);
     let causes: Vec<String> = error.chain().map(message).filter(|text| Some(text) != told.as_ref()).collect();

@@ -133,7 +133,7 @@ pub(super) fn run(args: Args, machine: &Machine, stop: &AtomicBool) -> Result<()
             None => (saved.named, saved.spec),
         };
         let spec = spec.with_context(|| {
-            format!("{} was trained on data that a program made in memory: name them by --data", dir.display())
+            format!("{} does not say what data it was trained on: name them by --data", dir.display())
         });
         let spec = agreed(ranks, spec)?;
         let data = in_turn(ranks, || match &args.data.tokenizer {

@@ -141,8 +141,8 @@ fn summarise_tests(tests: &[&TestLoss]) -> TestSummary {
     }
 }
 
-/// Returns a mean of perplexities as a number that JSON has: the sum of several that are the largest
-/// number there is would be infinite.
+/// Returns a mean of perplexities as a number that JSON has: the sum of several that are the
+/// largest number there is would be infinite.
 fn finite(mean: f64) -> f64 {
     mean.min(f64::MAX)
 }

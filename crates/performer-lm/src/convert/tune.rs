@@ -30,8 +30,8 @@ pub struct Tuning {
 }
 
 impl Tuning {
-    /// Returns a fine-tuning of all weights in so many steps, at the rate 3e-4, of which one half of
-    /// the loss is the teacher's distribution and the other half the next token's.
+    /// Returns a fine-tuning of all weights in so many steps, at the rate 3e-4, of which one half
+    /// of the loss is the teacher's distribution and the other half the next token's.
     pub fn new(steps: usize) -> Self {
         Self { steps, rate: 3e-4, distillation: 0.5, adapters: None }
     }

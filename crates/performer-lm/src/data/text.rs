@@ -156,8 +156,9 @@ pub struct Documents {
 }
 
 impl Documents {
-    /// Returns the documents of text in memory. As in a file, [`SEPARATOR`] stands between them, and
-    /// white space around them does not count: `stories.join(SEPARATOR)` is the text of several.
+    /// Returns the documents of text in memory. As in a file, [`SEPARATOR`] stands between them,
+    /// and white space around them does not count: `stories.join(SEPARATOR)` is the text of
+    /// several.
     ///
     /// ```
     /// use performer_lm::data::Documents;

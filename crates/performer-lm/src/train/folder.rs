@@ -189,8 +189,8 @@ pub(crate) fn as_trained(config: &ModelConfig, data: &Prepared) -> ModelConfig {
 /// `SavedData` says what a run trains on.
 #[derive(Debug)]
 pub struct SavedData {
-    /// The data as they were named when the run began, for [`RunOptions::data`]; `None` if they
-    /// were made in memory.
+    /// The data as they were named when the run began, for [`RunOptions::data`]; `None` if they had
+    /// no name.
     pub named: Option<DataSpec>,
     /// Where they are for this process, which may be in another folder than the one that began it.
     pub spec: Option<DataSpec>,

@@ -51,7 +51,7 @@ const QUICK_VALIDATION_TOKENS: usize = 65_536;
 /// Time after which a run is saved, between two steps, besides where its settings say so.
 const SAVE_AFTER: Duration = Duration::from_secs(600);
 
-/// A flag to stop that is never set, for short runs that nobody needs to interrupt or to resume.
+/// A flag to stop that is never set: the default of runs and conversions.
 pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// `RunOptions` says where and how a run takes place. It holds no training setting; of all that is
@@ -60,10 +60,11 @@ pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 /// [`Self::new`] gives every field a value, so that a caller writes only those that differ:
 ///
 /// ```
-/// use performer_lm::{listener::Silent, train::RunOptions};
+/// use performer_lm::train::RunOptions;
 /// # use std::path::Path;
 ///
-/// let options = RunOptions { overwrite: true, listener: &Silent, ..RunOptions::new(Path::new("runs/mine")) };
+/// let options = RunOptions { overwrite: true, samples: true,
+/// ..RunOptions::new(Path::new("runs/mine")) };
 /// ```
 #[derive(Clone)]
 pub struct RunOptions<'a> {
@@ -72,7 +73,8 @@ pub struct RunOptions<'a> {
     /// Whether a new training may replace a model that is in the folder already.
     pub overwrite: bool,
     /// Where the data come from, which the folder keeps so that a run that is resumed finds them;
-    /// `None` for data that were made in memory.
+    /// `None` for data without a name, such as those made in memory. A run that is resumed without
+    /// a name keeps the one that it has.
     pub data: Option<&'a DataSpec>,
     /// Device on which the model is trained.
     pub device: Device,
@@ -124,6 +126,8 @@ pub struct Trainer<'a> {
     epoch_seconds: Vec<f64>,
     key: RunKey,
     earlier_legs: Vec<Leg>,
+    /// The data as the command line spells them, if they have a name.
+    data_spec: Option<String>,
     data_from_here: Option<PathBuf>,
     /// The step of the checkpoint that the folder holds.
     saved: usize,
@@ -247,7 +251,7 @@ impl<'a> Trainer<'a> {
             epoch_seconds: self.epoch_seconds.clone(),
             training: self.training.clone(),
             corpus: self.data.corpus_name.clone(),
-            data_spec: self.options.data.map(DataSpec::to_string),
+            data_spec: self.data_spec.clone(),
             data_from_here: self.data_from_here.clone(),
             key: Some(self.key.clone()),
             earlier_legs: self.earlier_legs.clone(),

@@ -286,7 +286,7 @@ fn refusal(differences: &[Difference], earlier: Earlier) -> Cause {
     if let [Difference { field, earlier, .. }] = differences
         && field == "settings.micro_batch"
     {
-        text += &format!("; with micro_batch {earlier} it goes on");
+        text += &format!("; with micro_batch {earlier} (--micro-batch) it goes on");
     }
     Cause::AnotherFolder(text)
 }
@@ -351,7 +351,7 @@ mod tests {
         );
         let mut passes = now.clone();
         passes.settings["micro_batch"] = 16.into();
-        assert!(refused(&passes).ends_with("; with micro_batch 16 it goes on"), "{}", refused(&passes));
+        assert!(refused(&passes).ends_with("; with micro_batch 16 (--micro-batch) it goes on"), "{}", refused(&passes));
         let mut many = one.clone();
         many.model.dropout += 0.1;
         many.seed = 2;

@@ -1,14 +1,14 @@
 //! What can be done after a training: go on with it from any folder, train its model further, and
 //! continue a text as far as the model has positions.
 
-use std::fs;
+use std::{fs, sync::atomic::AtomicBool};
 
 use candle_core::Device;
 use performer_lm::{
     config::{ModelConfig, Preset, TrainingConfig},
     data::prepare,
     listener::Silent,
-    train::{RunOptions, Trainer},
+    train::{RunOptions, Trainer, saved_data},
 };
 use serde_json::Value;
 
@@ -85,10 +85,18 @@ fn a_run_on_data_in_memory_goes_on_with_data_that_are_named() {
     let training = TrainingConfig { max_steps: Some(2), batch_size: 4, micro_batch: 4, ..training };
     let out = dir.path().join("run");
     Trainer::new(&model, &training, &data, RunOptions::new(&out)).unwrap().run().unwrap().expect("nobody stops it");
-    fails(&performer(dir.path(), &["train", "--resume", "run"]), &["made in memory: name them by --data"]);
+    fails(
+        &performer(dir.path(), &["train", "--resume", "run"]),
+        &["does not say what data it was trained on: name them by --data"],
+    );
     let resume = |data: &str| performer(dir.path(), &["train", "--resume", "run", "--data", data, "--json"]);
     fails(&resume("sample"), &["was trained on other data"]);
     assert_eq!(json(&resume(SHORT))["steps"], 2);
+    // A resume that names no data, as from a library, does not take the name away.
+    let stop = AtomicBool::new(true);
+    let resumed = Trainer::resume(&data, RunOptions { stop: &stop, ..RunOptions::new(&out) }).unwrap().run().unwrap();
+    assert!(resumed.is_none_or(|report| report.steps == 2));
+    assert_eq!(saved_data(&out).unwrap().named, Some(SHORT.parse().unwrap()));
 }
 
 #[test]

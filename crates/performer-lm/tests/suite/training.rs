@@ -39,8 +39,8 @@ fn data() -> Prepared {
     }
 }
 
-/// What is shown on the way must not end a training: this tokenizer has no tokens for the words with
-/// which stories begin.
+/// What is shown on the way must not end a training: this tokenizer has no tokens for the words
+/// with which stories begin.
 #[test]
 fn a_training_shows_no_story_that_its_tokenizer_cannot_spell() -> Result<()> {
     let data = data();

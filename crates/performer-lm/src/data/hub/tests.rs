@@ -306,8 +306,9 @@ fn only_a_model_that_is_not_here_is_announced() {
     assert!(told.notes.lock().unwrap().is_empty(), "{:?}", told.notes);
 }
 
-/// Serves a model whose branch `main` is at the commit `def`, and returns the address. Asked for its
-/// generation_config.json, it answers with `status`. `hear` is told the first line of each request.
+/// Serves a model whose branch `main` is at the commit `def`, and returns the address. Asked for
+/// its generation_config.json, it answers with `status`. `hear` is told the first line of each
+/// request.
 fn serve_model(status: &'static str, hear: impl Fn(&str) + Send + 'static) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());

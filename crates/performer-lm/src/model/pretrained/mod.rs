@@ -43,8 +43,8 @@ pub use export::{export, export_over};
 /// A `Pretrained` is a model that was read from a file or folder.
 #[derive(Clone, Debug)]
 pub struct Pretrained {
-    /// Its configuration. Models of other programs have softmax attention; one that this crate saved
-    /// has its own.
+    /// Its configuration. Models of other programs have softmax attention; one that this crate
+    /// saved has its own.
     pub config: ModelConfig,
     /// Parameters and buffers under this crate's names, on the CPU.
     pub tensors: HashMap<String, Tensor>,

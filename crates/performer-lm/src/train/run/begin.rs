@@ -183,7 +183,9 @@ impl<'a> Trainer<'a> {
         let mut trainer = Self::assemble(model, state.training, data, options, state.step, lock)?;
         trainer.optimizer.load_state(&saved.optimizer)?;
         trainer.key.initial = key.initial;
-        if trainer.options.data.map(DataSpec::to_string) == state.data_spec {
+        // A caller that names no data has those at hand that the folder names.
+        if trainer.options.data.is_none() || trainer.data_spec == state.data_spec {
+            trainer.data_spec = state.data_spec;
             trainer.data_from_here = state.data_from_here;
         }
         trainer.epoch_seconds = state.epoch_seconds;
@@ -206,6 +208,7 @@ impl<'a> Trainer<'a> {
         let batches = training_batches(model.config(), &training, data)?;
         let key = RunKey::of_training(model.config(), &training, data, &options.device)?;
         let (epoch_seconds, earlier_legs) = (Vec::new(), Vec::new());
+        let data_spec = options.data.map(DataSpec::to_string);
         let data_from_here = options.data.and_then(|data| data.path_from(options.out));
         Ok(Self {
             model,
@@ -218,6 +221,7 @@ impl<'a> Trainer<'a> {
             epoch_seconds,
             key,
             earlier_legs,
+            data_spec,
             data_from_here,
             saved: step,
             _lock: lock,
