@@ -148,8 +148,8 @@ struct Problem {
     // there are.
     int segment, segments;
     Strides q, k, v;
-    // A key k has the offset -|x|^2/2 = -norm |k|^2 in base 2, where x = k DIM^(-1/4).
-    float norm;
+    // A key k has the offset -|x|^2/2 = -offset_scale |k|^2 in base 2, where x = k DIM^(-1/4).
+    float offset_scale;
     // Forget gates of the keys, (B, Hkv, Tk), in base e.
     const float* gates;
     // What features of keys have of their own, with MAP 3 only. The factors `projection` and `back`
@@ -158,7 +158,7 @@ struct Problem {
 };
 static_assert(sizeof(Problem) == 160 && OFFSET(Problem, group) == 4 && OFFSET(Problem, queries) == 8 && OFFSET(Problem, keys) == 12 &&
                   OFFSET(Problem, segment) == 16 && OFFSET(Problem, segments) == 20 && OFFSET(Problem, q) == 24 &&
-                  OFFSET(Problem, k) == 48 && OFFSET(Problem, v) == 72 && OFFSET(Problem, norm) == 96 &&
+                  OFFSET(Problem, k) == 48 && OFFSET(Problem, v) == 72 && OFFSET(Problem, offset_scale) == 96 &&
                   OFFSET(Problem, gates) == 104 && OFFSET(Problem, form) == 112,
               "the host has another layout");
 
@@ -378,7 +378,7 @@ __device__ void load_side(Side& side, Rows<const Stored> from, Span span, F_ kee
 // comes with a key; and what is forgotten, as of rows that build or read (SIDE). P is `metric`,
 // and sums of squares go through `squares`; both are for METRIC only.
 template <int SIDE, class F_>
-__device__ void set_key_offsets(Side& side, const Gates& gates, Rows<const Stored> from, Span span, float norm, F_ keep,
+__device__ void set_key_offsets(Side& side, const Gates& gates, Rows<const Stored> from, Span span, float offset_scale, F_ keep,
                                 const Packed& metric, float (&squares)[TURNS][C]) {
     constexpr int EACH = THREADS / C;
     int row = threadIdx.x / EACH, part = threadIdx.x % EACH;
@@ -399,7 +399,7 @@ __device__ void set_key_offsets(Side& side, const Gates& gates, Rows<const Store
         for (int mask = 1; mask < EACH; mask *= 2) square += from_lane_xor(square, mask);
     }
     if (part == 0) {
-        float offset = -norm * square;
+        float offset = -offset_scale * square;
         bool counts = row < span.count && keep(span.token(row));
         if (SIGNED && counts) offset = widen(from.first[span.token(row) * from.stride + FEATURES]) * LOG2E;
         if (GATED) offset += SIDE * gates.since(row);

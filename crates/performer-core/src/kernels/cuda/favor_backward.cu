@@ -116,8 +116,8 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
     Linear of_queries = linear_of<false>(p, place, t.projection), of_keys = linear_of<true>(p, place, t.projection);
     Packed back = back_of<KEYS>(p, place, t.back);
     Packed metric = square_of(p, place, p.form.metric), square = square_of(p, place, p.form.square);
-    const unsigned char* seen = t.visible ? t.visible + (long long)place.batch * p.keys : nullptr;
-    auto keep = [&](long long token) { return !seen || seen[token]; };
+    const unsigned char* key_mask = t.visible ? t.visible + (long long)place.batch * p.keys : nullptr;
+    auto keep = [&](long long token) { return !key_mask || key_mask[token]; };
     auto always = [](long long) { return true; };
     long long first_query = (long long)place.query_index * p.queries;
     int column = place.split * V;
@@ -178,10 +178,10 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
         if (GATED) measure<false>(b, gates, span, p.keys);
         __syncthreads();
         if (KEYS) {
-            set_key_offsets<READS>(s.reader, b, keys, span, p.norm, keep, metric, b.excess);
+            set_key_offsets<READS>(s.reader, b, keys, span, p.offset_scale, keep, metric, b.excess);
             forget_rows<BUILDS>(b, b);
         } else if (CAUSAL) {
-            set_key_offsets<BUILDS>(b, b, keys, span, p.norm, keep, metric, b.excess);
+            set_key_offsets<BUILDS>(b, b, keys, span, p.offset_scale, keep, metric, b.excess);
             forget_rows<READS>(s.reader, b);
         }
         __syncthreads();
@@ -322,7 +322,7 @@ __device__ void gradients(const Problem& p, const Tensors& t, Result* dx, Result
             if (KEYS) {
                 // The gradient of -norm |key|^2, or of -norm |P key|^2, in base e.
                 auto of_norm = [&](int row, float key) {
-                    return 2 * 0.6931471805599453f * p.norm * key * together(s.total, row, Add());
+                    return 2 * 0.6931471805599453f * p.offset_scale * key * together(s.total, row, Add());
                 };
                 if (METRIC) {
                     Inputs turned;

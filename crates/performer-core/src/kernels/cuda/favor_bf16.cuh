@@ -169,7 +169,7 @@ __device__ void set_unit(Builder& b, int row, float unit) {
 
 // Computes the offsets of keys, -|x|^2/2 in base 2; two threads have one row.
 template <class Builder, class F_>
-__device__ void set_key_offsets(Builder& b, Span span, float norm, F_ keep) {
+__device__ void set_key_offsets(Builder& b, Span span, float offset_scale, F_ keep) {
     int row = threadIdx.x / 2;
     float square = 0;
 #pragma unroll
@@ -181,7 +181,7 @@ __device__ void set_key_offsets(Builder& b, Span span, float norm, F_ keep) {
     }
     square += from_lane_xor(square, 1);
     if (threadIdx.x % 2) return;
-    b.offset[row] = row < span.count && keep(span.token(row)) ? -norm * square : -infinity();
+    b.offset[row] = row < span.count && keep(span.token(row)) ? -offset_scale * square : -infinity();
     if (GATED) b.offset[row] -= b.since(row);
 }
 

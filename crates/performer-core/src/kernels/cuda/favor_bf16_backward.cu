@@ -149,8 +149,8 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
     Rows<const Stored> keys = rows_of(t.k, p.k, place.batch, place.key_head);
     Rows<const Stored> values = rows_of(t.v, p.v, place.batch, place.key_head);
     Packed packed = {t.projection, D / 16}, back = {t.back, F / 16};
-    const unsigned char* seen = t.visible ? t.visible + (long long)place.batch * p.keys : nullptr;
-    auto keep = [&](long long token) { return !seen || seen[token]; };
+    const unsigned char* key_mask = t.visible ? t.visible + (long long)place.batch * p.keys : nullptr;
+    auto keep = [&](long long token) { return !key_mask || key_mask[token]; };
     auto always = [](long long) { return true; };
     long long first_query = (long long)place.query_index * p.queries;
     int begins = place.segment * p.segment, ends = min(KEYS ? p.keys : p.queries, begins + p.segment);
@@ -160,21 +160,21 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
     auto span_after = [&](int done) {
         return Span{KEYS ? ends - 1 - done : begins + done, max(0, min(C, ends - begins - done)), KEYS ? -1 : 1};
     };
-    auto copy_built = [&](Span span) {
+    auto copy_builder_x = [&](Span span) {
         if (KEYS) {
             copy_rows<C, D, DIM, TEAM_THREADS>(&b.x[0][0], D + PAD, queries, span, 0, always);
         } else {
             copy_rows<C, D, DIM, TEAM_THREADS>(&b.x[0][0], D + PAD, keys, span, 0, keep);
         }
     };
-    auto copy_weighed = [&](Span span) {
+    auto copy_builder_y = [&](Span span) {
         if (KEYS) {
             copy_rows<C, V, VALUES, TEAM_THREADS>(&b.y[0][0], W, grads, span, 0, always);
         } else {
             copy_rows<C, V, VALUES, TEAM_THREADS>(&b.y[0][0], W, values, span, 0, keep);
         }
     };
-    auto copy_read = [&](Span span) {
+    auto copy_reader = [&](Span span) {
         if (KEYS) {
             copy_rows<16, D, DIM, 32>(&s.x[0][0], D + PAD, keys, span, 16 * warp(), keep);
             copy_rows<16, V, VALUES, 32>(&s.y[0][0], W, values, span, 16 * warp(), keep);
@@ -199,10 +199,10 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
     Span span = span_after(0);
     Steps<false> steps;
     if (GATED && warp() == 0) steps = load_steps<false>(gates, span, p.keys);
-    copy_built(span);
-    copy_read(span);
+    copy_builder_x(span);
+    copy_reader(span);
     end_copies();
-    copy_weighed(span);
+    copy_builder_y(span);
     end_copies();
     if (KEYS && threadIdx.x < C) read_kept(span);
     Own<true> own;
@@ -215,7 +215,7 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
         if (GATED && warp() == 0) sum_steps(b, steps);
         __syncthreads();
         if (!KEYS) {
-            set_key_offsets(b, span, p.norm, keep);
+            set_key_offsets(b, span, p.offset_scale, keep);
         } else if (threadIdx.x < C) {
             b.offset[threadIdx.x] = GATED ? offset - b.since(threadIdx.x) : offset;
             set_unit(b, threadIdx.x, unit);
@@ -232,7 +232,7 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
         __syncthreads();
         int n = enter(b, own, span.count, packed, &s.rest[0][0], s.lows(), KEYS ? nullptr : s.before);
         Span next = span_after(done + n);
-        copy_built(next);
+        copy_builder_x(next);
         if (KEYS && threadIdx.x < C) read_kept(next);
         if (GATED && warp() == 0) steps = load_steps<false>(gates, next, p.keys);
         absorb(b, own);
@@ -246,7 +246,7 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
                     unsigned pair = *(const unsigned*)&s.x[16 * warp() + lane() / 4 + 8 * h][8 * i + 2 * (lane() % 4)];
                     square += low_half(pair) * low_half(pair) + high_half(pair) * high_half(pair);
                 }
-                offsets[h] -= p.norm * over_row(square, Add());
+                offsets[h] -= p.offset_scale * over_row(square, Add());
             }
         }
         Tile w[P / 16], d[P / 16];
@@ -320,14 +320,14 @@ __device__ void team_gradients(const Problem& p, const Tensors& t, Result* dx, R
                 // The log-features of a key contain -norm |k|^2, in base 2; its derivative is -2
                 // norm k, and ln 2 takes it to base e.
                 float key = widen(s.x[16 * warp() + lane() / 4 + 8 * h][column]);
-                y -= 2 * 0.6931471805599453f * p.norm * key * total[h];
+                y -= 2 * 0.6931471805599453f * p.offset_scale * key * total[h];
             });
         }
         put_rows<DIM>(dx + (long long)place.query_index * (KEYS ? p.keys : p.queries) * DIM, x, span, 16 * warp(), n);
         __syncthreads();
-        copy_read(next);
+        copy_reader(next);
         end_copies();
-        copy_weighed(next);
+        copy_builder_y(next);
         end_copies();
         done += n;
         span = next;

@@ -45,8 +45,8 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
     Rows<const Stored> keys = rows_of(k, p.k, place.batch, place.key_head);
     Rows<const Stored> values = rows_of(v, p.v, place.batch, place.key_head);
     Packed packed = {projection, D / 16};
-    const unsigned char* seen = visible ? visible + (long long)place.batch * p.keys : nullptr;
-    auto keep = [&](long long token) { return !seen || seen[token]; };
+    const unsigned char* key_mask = visible ? visible + (long long)place.batch * p.keys : nullptr;
+    auto keep = [&](long long token) { return !key_mask || key_mask[token]; };
     int end = min(p.queries, (place.segment + 1) * p.segment);
     auto span_from = [&](int start) { return Span{start, max(0, min(C, end - start)), 1}; };
     auto copy_keys = [&](Span span) {
@@ -79,7 +79,7 @@ favor_bf16_forward(Problem p, const Stored* q, const Stored* k, const Stored* v,
         b.share();
         if (GATED && warp() == 0) sum_steps(b, steps);
         __syncthreads();
-        set_key_offsets(b, span, p.norm, keep);
+        set_key_offsets(b, span, p.offset_scale, keep);
         __syncthreads();
         int n = enter(b, own, span.count, packed);
         Span next = span_from(span.first + n);

@@ -30,11 +30,11 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
     extern __shared__ uint4 shared_memory[];
     TeamBuilder& b = *(TeamBuilder*)shared_memory;
     Place place(p, CAUSAL && QUERIES ? 1 : 0);
-    Rows<const Stored> rows = rows_of(x, p.q, place.batch, place.head);
-    Rows<const Stored> weighed = rows_of(y, p.v, place.batch, place.head);
+    Rows<const Stored> x_rows = rows_of(x, p.q, place.batch, place.head);
+    Rows<const Stored> y_rows = rows_of(y, p.v, place.batch, place.head);
     Packed packed = {projection, D / 16};
-    const unsigned char* seen = visible ? visible + (long long)place.batch * p.queries : nullptr;
-    auto keep = [&](long long token) { return !seen || seen[token]; };
+    const unsigned char* key_mask = visible ? visible + (long long)place.batch * p.queries : nullptr;
+    auto keep = [&](long long token) { return !key_mask || key_mask[token]; };
     const float* gates = gates_of(p, place.key_index);
     int begins = place.segment * p.segment, ends = min(p.queries, begins + p.segment);
     // Returns the chunk that begins at a token; queries forget from the last token to the first.
@@ -42,12 +42,12 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
     auto span_from = [&](int start) {
         return reverse ? Span{start, max(0, min(C, start - begins + 1)), -1} : Span{start, max(0, min(C, ends - start)), 1};
     };
-    auto copy_built = [&](Span span) {
-        copy_rows<C, D, DIM, TEAM_THREADS>(&b.x[0][0], D + PAD, rows, span, 0, keep);
+    auto copy_builder_x = [&](Span span) {
+        copy_rows<C, D, DIM, TEAM_THREADS>(&b.x[0][0], D + PAD, x_rows, span, 0, keep);
         end_copies();
     };
-    auto copy_weighed = [&](Span span) {
-        copy_rows<C, V, VALUES, TEAM_THREADS>(&b.y[0][0], W, weighed, span, 0, keep);
+    auto copy_builder_y = [&](Span span) {
+        copy_rows<C, V, VALUES, TEAM_THREADS>(&b.y[0][0], W, y_rows, span, 0, keep);
         end_copies();
     };
     long long first = (long long)place.query_index * p.queries;
@@ -65,8 +65,8 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
     Span span = span_from(reverse ? ends - 1 : begins);
     Steps<false> steps;
     if (GATED && warp() == 0) steps = load_steps<false>(gates, span, p.keys);
-    copy_built(span);
-    copy_weighed(span);
+    copy_builder_x(span);
+    copy_builder_y(span);
     read_kept(span);
     Own<true> own;
     begin(b, own, nullptr);
@@ -78,17 +78,17 @@ favor_bf16_sums(Problem p, const Stored* x, const Stored* y, const unsigned char
         if (QUERIES) {
             if (threadIdx.x < C) b.offset[threadIdx.x] = GATED ? next_offset - b.since(threadIdx.x) : next_offset;
         } else {
-            set_key_offsets(b, span, p.norm, keep);
+            set_key_offsets(b, span, p.offset_scale, keep);
         }
         __syncthreads();
         if (GATED) decay += b.pending();
         Span next = span_from((int)span.token(enter<false>(b, own, span.count, packed)));
-        copy_built(next);
+        copy_builder_x(next);
         read_kept(next);
         if (GATED && warp() == 0) steps = load_steps<false>(gates, next, p.keys);
         absorb(b, own);
         __syncthreads();
-        copy_weighed(next);
+        copy_builder_y(next);
         span = next;
     }
     // No copy of this block may be under way when another block gets its memory.

@@ -170,7 +170,7 @@ impl<'a> Call<'a> {
             q: Strides::of(self.q.1),
             k: Strides::of(self.k.1),
             v: Strides::of(self.v.1),
-            norm: (0.5 / (self.blocks.dim as f64).sqrt() * std::f64::consts::LOG2_E) as f32,
+            offset_scale: (0.5 / (self.blocks.dim as f64).sqrt() * std::f64::consts::LOG2_E) as f32,
             gates: 0,
             form: KeyForm::default(),
         };

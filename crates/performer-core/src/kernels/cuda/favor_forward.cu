@@ -62,8 +62,8 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
     Rows<const Stored> values = rows_of(v, p.v, place.batch, place.key_head);
     Linear of_queries = linear_of<false>(p, place, projection), of_keys = linear_of<true>(p, place, projection);
     Packed metric = square_of(p, place, p.form.metric);
-    const unsigned char* seen = visible ? visible + (long long)place.batch * p.keys : nullptr;
-    auto keep = [&](long long token) { return !seen || seen[token]; };
+    const unsigned char* key_mask = visible ? visible + (long long)place.batch * p.keys : nullptr;
+    auto keep = [&](long long token) { return !key_mask || key_mask[token]; };
     int column = place.split * V;
     int key_heads = gridDim.x / SPLITS / p.group;
     float* record = before ? before + ((long long)(CAUSAL ? place.segment : 0) * key_heads + place.key_index) * RECORD : nullptr;
@@ -97,7 +97,7 @@ favor_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, cons
         }
         __syncthreads();
         if (CAUSAL) {
-            set_key_offsets<BUILDS>(b, b, keys, span, p.norm, keep, metric, b.excess);
+            set_key_offsets<BUILDS>(b, b, keys, span, p.offset_scale, keep, metric, b.excess);
             __syncthreads();
             n = enter(b, memory, keys, span, of_keys);
             // This adds the chunk to the sums in registers. The reader reads their copy in shared

@@ -18,14 +18,14 @@ pub(super) struct Problem {
     pub(super) q: Strides,
     pub(super) k: Strides,
     pub(super) v: Strides,
-    pub(super) norm: f32,
+    pub(super) offset_scale: f32,
     pub(super) gates: u64,
     pub(super) form: KeyForm,
 }
 
 assert_layout!(
     Problem, 160,
-    heads: 0, group: 4, queries: 8, keys: 12, segment: 16, segments: 20, q: 24, k: 48, v: 72, norm: 96, gates: 104,
+    heads: 0, group: 4, queries: 8, keys: 12, segment: 16, segments: 20, q: 24, k: 48, v: 72, offset_scale: 96, gates: 104,
     form: 112
 );
 

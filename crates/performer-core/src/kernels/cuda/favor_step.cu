@@ -79,7 +79,7 @@ favor_step(Problem p, const Stored* q, const Stored* k, const Stored* v, const f
                     for (int w = 0; w < WARPS; w++) square += squares[w];
                 }
                 sum *= (r < half ? scale : -scale) * LOG2E;
-                if (row == 0) sum -= p.norm * square;
+                if (row == 0) sum -= p.offset_scale * square;
                 if (OWN_KEYS && row == 0 && r < FEATURES) sum += p.form.weights[table * FEATURES + r] * LOG2E;
             }
             if (!SIGNED && r >= FEATURES) sum = -infinity();

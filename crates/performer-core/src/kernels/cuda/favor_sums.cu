@@ -29,12 +29,12 @@ favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* vis
     extern __shared__ uint4 shared_memory[];
     Builder& b = *(Builder*)shared_memory;
     Place place(p, CAUSAL && QUERIES ? 1 : 0);
-    Rows<const Stored> rows = rows_of(x, p.q, place.batch, place.head);
-    Rows<const Stored> weighed = rows_of(y, p.v, place.batch, place.head);
+    Rows<const Stored> x_rows = rows_of(x, p.q, place.batch, place.head);
+    Rows<const Stored> y_rows = rows_of(y, p.v, place.batch, place.head);
     Linear linear = linear_of<!QUERIES>(p, place, projection);
     Packed metric = square_of(p, place, p.form.metric);
-    const unsigned char* seen = visible ? visible + (long long)place.batch * p.queries : nullptr;
-    auto keep = [&](long long token) { return !seen || seen[token]; };
+    const unsigned char* key_mask = visible ? visible + (long long)place.batch * p.queries : nullptr;
+    auto keep = [&](long long token) { return !key_mask || key_mask[token]; };
     long long first = (long long)place.query_index * p.queries;
     int column = place.split * V;
 
@@ -50,14 +50,14 @@ favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* vis
     };
     for (Span span = span_from(reverse ? ends - 1 : begins), next; span.count > 0; span = next) {
         next = span_from((int)span.token(C));
-        load_side(b, rows, span, keep);
-        load_rows<C, V, 1>(&b.y[0][0], V + PAD, 0, weighed, span, column, VALUES - column, [&](int row) {
+        load_side(b, x_rows, span, keep);
+        load_rows<C, V, 1>(&b.y[0][0], V + PAD, 0, y_rows, span, column, VALUES - column, [&](int row) {
             long long token = span.token(row);
             return !keep(token) ? 0.0f : QUERIES && SIGNED ? denominators[first + token] : 1.0f;
         });
         if (GATED) measure<true>(b, gates, span, p.keys);
-        ask_for_rows(rows, next, READY ? FEATURES : DIM);
-        ask_for_rows({weighed.first + column, weighed.stride}, next, min(V, VALUES - column));
+        ask_for_rows(x_rows, next, READY ? FEATURES : DIM);
+        ask_for_rows({y_rows.first + column, y_rows.stride}, next, min(V, VALUES - column));
         if (QUERIES) {
             for (int row = threadIdx.x; row < C; row += THREADS) {
                 b.offset[row] = row < span.count ? -logs[first + span.token(row)] : -infinity();
@@ -71,11 +71,11 @@ favor_sums(Problem p, const Stored* x, const Stored* y, const unsigned char* vis
         } else {
             for (int row = threadIdx.x; row < C; row += THREADS) b.unit[row] = 1;
             __syncthreads();
-            set_key_offsets<BUILDS>(b, b, rows, span, p.norm, keep, metric, b.excess);
+            set_key_offsets<BUILDS>(b, b, x_rows, span, p.offset_scale, keep, metric, b.excess);
             __syncthreads();
         }
         if (GATED) decay += b.pending();
-        gather(b, memory, rows, span, linear);
+        gather(b, memory, x_rows, span, linear);
         __syncthreads();
     }
     long long index = (long long)place.segment * (gridDim.x / SPLITS) + place.query_index;

@@ -57,9 +57,9 @@ static_assert(sizeof(Shared) == SHARED, "the host asks for another size of share
 
 // Loads keys or values of `span`; the numbers of hidden keys are not looked at.
 template <int ROWS, int COLUMNS>
-__device__ void load_keys(Operand* to, Rows<const Stored> from, Span span, int width, const unsigned char* seen) {
+__device__ void load_keys(Operand* to, Rows<const Stored> from, Span span, int width, const unsigned char* key_mask) {
     load_rows<ROWS, COLUMNS, 1>(to, COLUMNS + PAD, 0, from, span, 0, width,
-                                [&](int row) { return !seen || seen[span.token(row)] ? 1.0f : 0.0f; });
+                                [&](int row) { return !key_mask || key_mask[span.token(row)] ? 1.0f : 0.0f; });
 }
 // Loads the rows of `span`, all of which count.
 template <int ROWS, int COLUMNS>
@@ -98,9 +98,9 @@ __device__ float forgotten(const Shared& s, int row, int column) {
 #endif
 }
 // Says which keys of `span` are hidden.
-__device__ inline void hide(float* hidden, int count, Span span, const unsigned char* seen) {
+__device__ inline void hide(float* hidden, int count, Span span, const unsigned char* key_mask) {
     for (int i = threadIdx.x; i < count; i += THREADS) {
-        hidden[i] = i < span.count && (!seen || seen[span.token(i)]) ? 0.0f : -infinity();
+        hidden[i] = i < span.count && (!key_mask || key_mask[span.token(i)]) ? 0.0f : -infinity();
     }
 }
 
@@ -125,7 +125,7 @@ softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, co
     int start = (gridDim.y - 1 - blockIdx.y) * R;
     Span rows = {start, min(R, p.queries - start), 1};
     Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
-    const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
+    const unsigned char* key_mask = visible ? visible + (long long)batch * p.keys : nullptr;
     load_all<R, D>(&s.x[0][0], rows_of(q, p.q, batch, head), rows, DIM);
 
     Sums<R, V, WARPS> sums;
@@ -139,9 +139,9 @@ softmax_forward(Problem p, const Stored* q, const Stored* k, const Stored* v, co
     for (int first = steps.begin(); first < steps.reach; first = steps.after(first)) {
         Span columns = {first, min(K, steps.reach - first), 1};
         __syncthreads();
-        load_keys<K, D>(&s.across_x[0][0], keys, columns, DIM, seen);
-        load_keys<K, V>(&s.across_y[0][0], values, columns, VALUES, seen);
-        hide(s.hidden, K, columns, seen);
+        load_keys<K, D>(&s.across_x[0][0], keys, columns, DIM, key_mask);
+        load_keys<K, V>(&s.across_y[0][0], values, columns, VALUES, key_mask);
+        hide(s.hidden, K, columns, key_mask);
 #if GATED
         load_gates(s.of_columns, K, p, key_index, first, columns);
 #endif
@@ -203,7 +203,7 @@ softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Store
     Span rows = {start, min(R, p.queries - start), 1};
     long long first_query = (long long)blockIdx.x * p.queries;
     Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
-    const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
+    const unsigned char* key_mask = visible ? visible + (long long)batch * p.keys : nullptr;
     load_all<R, D>(&s.x[0][0], rows_of(q, p.q, batch, head), rows, DIM);
     load_all<R, V>(&s.y[0][0], Rows<const Stored>{grad + first_query * p.width, p.width}, rows, VALUES);
     load_logs(s, R, logs, delta, first_query, rows);
@@ -219,9 +219,9 @@ softmax_query_gradients(Problem p, const Stored* q, const Stored* k, const Store
     for (int first = steps.begin(); first < steps.reach; first = steps.after(first)) {
         Span columns = {first, min(K, steps.reach - first), 1};
         __syncthreads();
-        load_keys<K, D>(&s.across_x[0][0], keys, columns, DIM, seen);
-        load_keys<K, V>(&s.across_y[0][0], values, columns, VALUES, seen);
-        hide(s.hidden, K, columns, seen);
+        load_keys<K, D>(&s.across_x[0][0], keys, columns, DIM, key_mask);
+        load_keys<K, V>(&s.across_y[0][0], values, columns, VALUES, key_mask);
+        hide(s.hidden, K, columns, key_mask);
 #if GATED
         load_gates(s.of_columns, K, p, key_index, first, columns);
 #endif
@@ -262,10 +262,10 @@ softmax_key_gradients(Problem p, const Stored* q, const Stored* k, const Stored*
     // Early keys are seen by most queries, and come first.
     int start = blockIdx.y * R;
     Span rows = {start, min(R, p.keys - start), 1};
-    const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
-    load_keys<R, D>(&s.x[0][0], rows_of(k, p.k, batch, key_head), rows, DIM, seen);
-    load_keys<R, V>(&s.y[0][0], rows_of(v, p.v, batch, key_head), rows, VALUES, seen);
-    hide(s.hidden, R, rows, seen);
+    const unsigned char* key_mask = visible ? visible + (long long)batch * p.keys : nullptr;
+    load_keys<R, D>(&s.x[0][0], rows_of(k, p.k, batch, key_head), rows, DIM, key_mask);
+    load_keys<R, V>(&s.y[0][0], rows_of(v, p.v, batch, key_head), rows, VALUES, key_mask);
+    hide(s.hidden, R, rows, key_mask);
 #if GATED
     load_gates(s.of_rows, R, p, blockIdx.x, start, rows);
 #endif

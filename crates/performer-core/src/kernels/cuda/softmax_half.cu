@@ -59,11 +59,11 @@ static_assert(sizeof(ForwardShared) == SHARED_FORWARD && sizeof(BackwardShared) 
 // Starts to copy keys and values, and says which keys are hidden.
 template <int K>
 __device__ void copy_keys(Across<K>& to, float (&hidden)[K], int stage, Rows<const Stored> keys, Rows<const Stored> values, Span span,
-                          const unsigned char* seen) {
-    auto keep = [&](long long token) { return !seen || seen[token]; };
+                          const unsigned char* key_mask) {
+    auto keep = [&](long long token) { return !key_mask || key_mask[token]; };
     copy_rows<K, D, DIM, TEAM_THREADS>(&to.x[stage][0][0], D + PAD, keys, span, 0, keep);
     copy_rows<K, V, VALUES, TEAM_THREADS>(&to.y[stage][0][0], V + PAD, values, span, 0, keep);
-    if (seen && threadIdx.x < K) hidden[threadIdx.x] = (int)threadIdx.x < span.count && seen[span.token(threadIdx.x)] ? 0.0f : -infinity();
+    if (key_mask && threadIdx.x < K) hidden[threadIdx.x] = (int)threadIdx.x < span.count && key_mask[span.token(threadIdx.x)] ? 0.0f : -infinity();
     end_copies();
 }
 
@@ -216,13 +216,13 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
     int start = (gridDim.y - 1 - blockIdx.y) * R;
     Span rows = {start, min(R, p.queries - start), 1};
     Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
-    const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
+    const unsigned char* key_mask = visible ? visible + (long long)batch * p.keys : nullptr;
     KeySteps<K> steps(p, start, rows.count);
     int reach = steps.reach, key_index = batch * (p.heads / p.group) + head / p.group;
     RowGates gates(p, key_index, p.offset + start, rows.count);
     auto copy = [&](int stage, int first) {
         Span columns = {first, max(0, min(K, reach - first)), 1};
-        copy_keys(s.across, s.hidden[stage], stage, keys, values, columns, seen);
+        copy_keys(s.across, s.hidden[stage], stage, keys, values, columns, key_mask);
         load_gates<K>(s, stage, p, key_index, first, columns.count);
     };
     copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(q, p.q, batch, head), rows, 0, [](long long) { return true; });
@@ -246,7 +246,7 @@ softmax_half_forward(Problem p, const Stored* q, const Stored* k, const Stored* 
 #pragma unroll
         for (int m = 0; m < TALL; m++) {
             hide(scores[m], m, unseen, p, first, reach, start);
-            if (seen) each(scores[m], [&](int, int column, float& x) { x += s.hidden[stage][column]; });
+            if (key_mask) each(scores[m], [&](int, int column, float& x) { x += s.hidden[stage][column]; });
         }
         float decay[TALL][2];
         bool changed = false;
@@ -315,14 +315,14 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
     Span rows = {start, min(R, p.queries - start), 1};
     long long at = (long long)blockIdx.x * p.queries + start;
     Rows<const Stored> keys = rows_of(k, p.k, batch, head / p.group), values = rows_of(v, p.v, batch, head / p.group);
-    const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
+    const unsigned char* key_mask = visible ? visible + (long long)batch * p.keys : nullptr;
     auto always = [](long long) { return true; };
     KeySteps<K> steps(p, start, rows.count);
     int reach = steps.reach, key_index = batch * (p.heads / p.group) + head / p.group;
     RowGates gates(p, key_index, p.offset + start, rows.count);
     auto copy = [&](int stage, int first) {
         Span columns = {first, max(0, min(K, reach - first)), 1};
-        copy_keys(s.across, s.hidden[stage], stage, keys, values, columns, seen);
+        copy_keys(s.across, s.hidden[stage], stage, keys, values, columns, key_mask);
         load_gates<K>(s, stage, p, key_index, first, columns.count);
     };
     copy_rows<R, D, DIM, TEAM_THREADS>(&s.x[0][0], D + PAD, rows_of(q, p.q, batch, head), rows, 0, always);
@@ -355,7 +355,7 @@ softmax_half_query_gradients(Problem p, const Stored* q, const Stored* k, const 
         for (int m = 0; m < TALL; m++) {
             forget<true>(scores[m], p, gates.sums[m], s, stage);
             hide(scores[m], m, unseen, p, first, reach, start);
-            if (seen) each(scores[m], [&](int, int column, float& x) { x += s.hidden[stage][column]; });
+            if (key_mask) each(scores[m], [&](int, int column, float& x) { x += s.hidden[stage][column]; });
             each(scores[m], [&](int h, int, float& x) { x = power_of_two(x * p.scale - log[m][h]); });
             each(products[m], [&](int h, int, float& x) { x -= product_of[m][h]; });
             multiply_each(products[m], scores[m]);
@@ -387,8 +387,8 @@ softmax_half_key_gradients(Problem p, const Stored* q, const Stored* k, const St
     // Early keys are seen by most queries, and come first.
     int start = blockIdx.y * R;
     Span rows = {start, min(R, p.keys - start), 1};
-    const unsigned char* seen = visible ? visible + (long long)batch * p.keys : nullptr;
-    auto keep = [&](long long token) { return !seen || seen[token]; };
+    const unsigned char* key_mask = visible ? visible + (long long)batch * p.keys : nullptr;
+    auto keep = [&](long long token) { return !key_mask || key_mask[token]; };
     auto always = [](long long) { return true; };
     // Queries before `begin` see none of the block's keys, since all of these are later; queries
     // from `end` on see none, since all lie before their windows.

@@ -126,14 +126,14 @@ struct Problem {
     // Whether there is a mask; whether there are sums of earlier tokens; and whether sums are to be
     // left for later tokens.
     int masked, resumes, leaves;
-    // `norm` times |k|^2 is |x|^2/2 in base 2. The sums before and after are of features divided by
+    // `offset_scale` times |k|^2 is |x|^2/2 in base 2. The sums before and after are of features divided by
     // sqrt(F); `shift` is log2 of that, by which the logarithms here exceed theirs.
-    float norm, shift;
+    float offset_scale, shift;
 };
 static_assert(sizeof(Strides) == 24 && __builtin_offsetof(Strides, head) == 8 && __builtin_offsetof(Strides, token) == 16, "the host has another layout");
 static_assert(sizeof(Problem) == 104 && __builtin_offsetof(Problem, k) == 24 && __builtin_offsetof(Problem, v) == 48 && __builtin_offsetof(Problem, heads) == 72 &&
                   __builtin_offsetof(Problem, group) == 76 && __builtin_offsetof(Problem, tokens) == 80 && __builtin_offsetof(Problem, masked) == 84 &&
-                  __builtin_offsetof(Problem, resumes) == 88 && __builtin_offsetof(Problem, leaves) == 92 && __builtin_offsetof(Problem, norm) == 96 && __builtin_offsetof(Problem, shift) == 100,
+                  __builtin_offsetof(Problem, resumes) == 88 && __builtin_offsetof(Problem, leaves) == 92 && __builtin_offsetof(Problem, offset_scale) == 96 && __builtin_offsetof(Problem, shift) == 100,
               "the host has another layout");
 
 // Loads rows of `width` numbers as a tile of C by `columns`, with zeros around them. The numbers of
@@ -165,12 +165,12 @@ inline void project(threadgroup const Memory& s, threadgroup float* to, device c
 }
 
 // Computes the offsets of keys; a simdgroup takes one row after the other.
-inline void set_offsets(threadgroup Memory& s, float norm, int count, device const uchar* visible, int simd_index, int lane) {
+inline void set_offsets(threadgroup Memory& s, float offset_scale, int count, device const uchar* visible, int simd_index, int lane) {
     for (int row = simd_index; row < C; row += SIMDGROUPS) {
         float square = 0;
         for (int d = lane; d < D; d += 32) square += s.x[row][d] * s.x[row][d];
         square = simd_sum(square);
-        if (lane == 0) s.offset[row] = row < count && (!visible || visible[row]) ? -norm * square : FLOOR;
+        if (lane == 0) s.offset[row] = row < count && (!visible || visible[row]) ? -offset_scale * square : FLOOR;
     }
 }
 
@@ -327,12 +327,12 @@ kernel void favor_forward(constant Problem& p [[buffer(0)]], device const Stored
 
     for (int start = 0, n; start < p.tokens; start += n) {
         const int count = min(C, p.tokens - start);
-        device const uchar* seen = p.masked ? visible + (long)batch * p.tokens + start : nullptr;
-        load_rows(&s.x[0][0], D, k + start * p.k.token, p.k.token, count, DIM, seen, thread_index);
-        load_rows(&s.y[0][0], V, v + start * p.v.token, p.v.token, count, width, seen, thread_index);
+        device const uchar* key_mask = p.masked ? visible + (long)batch * p.tokens + start : nullptr;
+        load_rows(&s.x[0][0], D, k + start * p.k.token, p.k.token, count, DIM, key_mask, thread_index);
+        load_rows(&s.y[0][0], V, v + start * p.v.token, p.v.token, count, width, key_mask, thread_index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         project(s, &s.keys[0][0], projection, simd_index);
-        set_offsets(s, p.norm, count, seen, simd_index, lane);
+        set_offsets(s, p.offset_scale, count, key_mask, simd_index, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
         const int end = simd_min(begin_chunk(s, count, thread_index));

@@ -42,14 +42,14 @@ struct Problem {
     masked: i32,
     resumes: i32,
     leaves: i32,
-    norm: f32,
+    offset_scale: f32,
     shift: f32,
 }
 
 assert_layout!(Strides, 24, batch: 0, head: 8, token: 16);
 assert_layout!(
     Problem, 104,
-    q: 0, k: 24, v: 48, heads: 72, group: 76, tokens: 80, masked: 84, resumes: 88, leaves: 92, norm: 96, shift: 100
+    q: 0, k: 24, v: 48, heads: 72, group: 76, tokens: 80, masked: 84, resumes: 88, leaves: 92, offset_scale: 96, shift: 100
 );
 
 /// The value of the macro `STORAGE` for a type.
@@ -139,7 +139,7 @@ pub(crate) fn favor(
         masked: visible.is_some().into(),
         resumes: before.is_some().into(),
         leaves: leaves.into(),
-        norm: projection.norm(),
+        offset_scale: projection.offset_scale(),
         shift: projection.shift(),
     };
     // SAFETY: the kernel writes all of it.

@@ -33,8 +33,8 @@ impl Projection {
         (dim as f64).powf(-0.25)
     }
 
-    /// The factor in `‖x‖²/2 = norm·‖k‖²`, in base 2.
-    pub(super) fn norm(&self) -> f32 {
+    /// The factor in `‖x‖²/2 = offset_scale·‖k‖²`, in base 2.
+    pub(super) fn offset_scale(&self) -> f32 {
         (0.5 * Self::scale(self.dim).powi(2) * std::f64::consts::LOG2_E) as f32
     }
 
@@ -66,7 +66,7 @@ mod tests {
         }
         assert_eq!((columns.len(), columns[0].len()), (16, 8));
         // By the formulas: half of |x|² with x = k / 9^(1/4), and ½ log2 of six features.
-        assert!((projection.norm() - std::f32::consts::LOG2_E / 6.0).abs() < 1e-6);
+        assert!((projection.offset_scale() - std::f32::consts::LOG2_E / 6.0).abs() < 1e-6);
         assert!((projection.shift() - 0.5 * 6f32.log2()).abs() < 1e-6);
         Ok(())
     }
