@@ -114,6 +114,7 @@ mod mask;
 mod none;
 mod parts;
 mod path;
+mod quotient;
 mod record;
 mod segments;
 mod softmax;

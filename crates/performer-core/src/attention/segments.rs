@@ -24,7 +24,10 @@ use candle_core::{
 };
 
 use crate::{
-    kernels::operation::{Operation, Stored, apply},
+    kernels::{
+        copy,
+        operation::{Operation, Stored, apply},
+    },
     ops,
 };
 
@@ -345,15 +348,15 @@ impl Operation<2> for After {
     }
 
     fn cpu(&self, [x, _]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
-        copy(x)
+        copied(x)
     }
 
     fn cuda(&self, [x, _]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
-        copy(x)
+        copied(x)
     }
 
     fn metal(&self, [x, _]: [Stored<'_, MetalStorage>; 2]) -> Result<(MetalStorage, Shape)> {
-        copy(x)
+        copied(x)
     }
 
     fn backward(&self, [_, earlier]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
@@ -376,15 +379,15 @@ impl Operation<2> for Gathered {
     }
 
     fn cpu(&self, [_, received]: [Stored<'_, CpuStorage>; 2]) -> Result<(CpuStorage, Shape)> {
-        copy(received)
+        copied(received)
     }
 
     fn cuda(&self, [_, received]: [Stored<'_, CudaStorage>; 2]) -> Result<(CudaStorage, Shape)> {
-        copy(received)
+        copied(received)
     }
 
     fn metal(&self, [_, received]: [Stored<'_, MetalStorage>; 2]) -> Result<(MetalStorage, Shape)> {
-        copy(received)
+        copied(received)
     }
 
     fn backward(&self, [x, _]: [&Tensor; 2], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
@@ -410,12 +413,10 @@ impl Operation<2> for Gathered {
 }
 
 /// The numbers of a tensor in order, and its shape.
-fn copy<S>((storage, layout): Stored<'_, S>) -> Result<(S, Shape)>
+fn copied<S>((storage, layout): Stored<'_, S>) -> Result<(S, Shape)>
 where
     S: BackendStorage,
     S::Device: BackendDevice<Storage = S>,
 {
-    let mut copy = storage.device().zeros_impl(layout.shape(), storage.dtype())?;
-    storage.copy_strided_src(&mut copy, 0, layout)?;
-    Ok((copy, layout.shape().clone()))
+    Ok((copy(storage, layout)?, layout.shape().clone()))
 }

@@ -11,10 +11,11 @@ use super::{
     exact::{Exact, check_sinks, check_window},
     gates,
     inputs::{Sizes, contiguous_rows},
-    layout::{FLOOR, Folded, Rows, values_and_logs, values_and_one},
+    layout::Folded,
+    quotient::{Rows, values_and_logs, values_and_one},
     state::bytes_of,
 };
-use crate::kernels::{self, softmax};
+use crate::kernels::{self, FLOOR, softmax};
 
 /// The least first capacity of a key-value cache, in tokens; a longer prompt sets its own. A cache
 /// that is full grows to twice its size, or to what is needed if that is more.

@@ -16,7 +16,7 @@ use super::{
     Attention, Favor, Identity, Inputs, Mask, Memory, Path, Segment, Softmax, State, StateRecord, Tensors,
     exact::{Exact, check_sinks, check_window},
     gates,
-    layout::join,
+    quotient::join,
 };
 use crate::{features::Features, ops};
 

@@ -19,6 +19,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use nalgebra::{DMatrix, DVector, SymmetricEigen};
 
 use super::{FeatureMapKind, Fitted};
+use crate::projection::input_scale;
 
 /// The first and second moments of scaled queries and keys, for each key head; the query heads of a
 /// group count together.
@@ -97,7 +98,7 @@ impl Moments {
         if hkv != heads || h % heads != 0 || qd != d || kd != d {
             bail!("moments of {heads} key heads of {d} were given q {:?} and k {:?}", q.dims(), k.dims());
         }
-        let scale = (d as f64).powf(-0.25);
+        let scale = input_scale(d);
         let rows = |x: &Tensor, name: &str| -> Result<Vec<f64>> {
             let rows = (x.to_device(&Device::Cpu)?.to_dtype(DType::F64)? * scale)?.contiguous()?.flatten_all()?;
             let rows = rows.to_vec1::<f64>()?;

@@ -19,11 +19,10 @@ use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, bail};
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::{
-    contiguous, for_heads,
+    contiguous, copy, for_heads,
     fresh::{Fresh, Part},
     heads::arrange,
     instructions::arch,
-    linear::copy,
     operation::{Operation, Stored},
     rotary::Rotary,
     with_storages,

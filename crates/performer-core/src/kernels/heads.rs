@@ -10,7 +10,8 @@ use candle_core::{CpuStorage, CudaStorage, Layout, MetalStorage, Result, Shape, 
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::{
-    linear::{Linear, copy},
+    copy,
+    linear::Linear,
     operation::{Operation, Stored},
     rotary::Rotary,
     with_storages,

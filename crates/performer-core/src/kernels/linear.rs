@@ -18,7 +18,7 @@ use candle_core::{
 };
 
 use super::{
-    compute_dtype, contiguous,
+    compute_dtype, contiguous, copy,
     heads::arrange,
     instructions::arch,
     matmul,
@@ -100,17 +100,6 @@ impl Linear {
         };
         Ok([x.track_op().then(of_x).transpose()?, weight.track_op().then(of_weight).transpose()?])
     }
-}
-
-/// Copies a strided tensor to contiguous memory.
-pub(super) fn copy<S: BackendStorage>(from: &S, layout: &Layout) -> Result<S>
-where
-    S::Device: BackendDevice<Storage = S>,
-{
-    // SAFETY: the copy fills all of it.
-    let mut to = unsafe { from.device().alloc_uninit(layout.shape(), from.dtype()) }?;
-    from.copy_strided_src(&mut to, 0, layout)?;
-    Ok(to)
 }
 
 impl Operation<2> for Linear {

@@ -65,7 +65,11 @@ pub(crate) mod vector;
 
 use std::sync::OnceLock;
 
-use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{
+    CpuStorage, DType, Device, Layout, Result, Storage, Tensor, WithDType,
+    backend::{BackendDevice, BackendStorage},
+    bail,
+};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -76,6 +80,11 @@ use operation::Stored;
 pub(crate) fn compute_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
+
+/// Stands for `−∞` in running maxima and in logarithms of denominators where no key has been seen.
+/// It is below the log-features of every key whose squared norm is under 1e37; keys beyond that
+/// weigh nothing. It is finite, so that `−∞ − c` is `−∞`; with `c = −∞` it would be NaN.
+pub(crate) const FLOOR: f64 = -1e37;
 
 /// The product of two matrices, `(N, K)` and `(K, M)`, of one type. One of bf16 on the CPU is made
 /// in f32 and rounded, because Candle 0.11.0 has none of its own for it.
@@ -94,6 +103,17 @@ pub(crate) fn takes(t: &Tensor) -> bool {
 /// `n` rounded up to a multiple of [`vector::LANES`].
 fn padded(n: usize) -> usize {
     n.next_multiple_of(vector::LANES)
+}
+
+/// Copies a strided tensor to contiguous memory.
+pub(crate) fn copy<S: BackendStorage>(from: &S, layout: &Layout) -> Result<S>
+where
+    S::Device: BackendDevice<Storage = S>,
+{
+    // SAFETY: the copy fills all of it.
+    let mut to = unsafe { from.device().alloc_uninit(layout.shape(), from.dtype()) }?;
+    from.copy_strided_src(&mut to, 0, layout)?;
+    Ok(to)
 }
 
 /// The numbers of a contiguous f32 tensor.

@@ -39,6 +39,7 @@ use forgotten::Forgotten;
 use pulp::{Simd, WithSimd};
 
 use super::{
+    FLOOR,
     beside::{AttentionPasses, apply_beside},
     check_finite, contiguous, for_heads, for_heads_of_step,
     fresh::Fresh,
@@ -231,7 +232,7 @@ impl WithSimd for Forward<'_> {
             head.q.copy_transposed(i, queries, &mut columns, QUERIES, &mut scratch);
             vector::scale(simd, &mut columns, head.scale());
             // The maximum begins low, but finite: −∞ − m is then −∞ and not NaN.
-            let (mut largest, mut den) = ([-1e37f32; QUERIES], [0f32; QUERIES]);
+            let (mut largest, mut den) = ([FLOOR as f32; QUERIES], [0f32; QUERIES]);
             rows.fill(0.0);
             let tile = Span { start: i, count: queries };
             if let Some(forgotten) = &mut forgotten {
@@ -269,7 +270,7 @@ impl WithSimd for Forward<'_> {
                 out[..dv].iter_mut().zip(row).for_each(|(out, &x)| *out = x * factor + 0.0);
                 if let Some(log) = out.get_mut(dv) {
                     // This is finite, for −∞ minus another −∞ would be NaN.
-                    *log = if sees_none { -1e37 } else { largest + den[t].ln() };
+                    *log = if sees_none { FLOOR as f32 } else { largest + den[t].ln() };
                 }
             }
         }

@@ -206,11 +206,16 @@ pub(crate) fn tensor(omega: Vec<f64>, shape: impl Into<Shape>, dtype: DType, dev
 #[cfg(any(feature = "cuda", test))]
 const NEAR: f64 = 1.0 / (1u64 << 20) as f64;
 
+/// The factor `D^-¼` of queries and of keys of width `d`: their products are then `q·k/√D`.
+pub(crate) fn input_scale(d: usize) -> f64 {
+    (d as f64).powf(-0.25)
+}
+
 /// Returns the number by which exponential maps multiply a row of `Ω` for heads of dimension `d`:
 /// `d^-¼ log₂ e`. The first factor is that of [`Favor`](crate::Favor), which approximates
 /// `e^{q·k/√d}`; the second turns powers of e into powers of 2.
 fn factor_scale(d: usize) -> f64 {
-    (d as f64).powf(-0.25) * std::f64::consts::LOG2_E
+    input_scale(d) * std::f64::consts::LOG2_E
 }
 
 /// Moves the numbers of an `Ω` for heads of dimension `d` to the nearest for which

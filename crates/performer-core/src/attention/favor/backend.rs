@@ -12,9 +12,10 @@ use super::cuda::Cuda;
 #[cfg(feature = "metal")]
 use super::metal::Metal;
 use crate::{
-    attention::{Inputs, Mask, Path, State, inputs::Sizes, layout::values_and_logs},
+    attention::{Inputs, Mask, Path, State, inputs::Sizes, quotient::values_and_logs},
     features::{ExponentialForm, FeatureMap, check_forms},
     ops,
+    projection::input_scale,
 };
 
 /// One call of FAVOR attention, whose inputs fit each other, the mask and the map. Nothing is
@@ -38,7 +39,7 @@ impl Call<'_> {
     pub(super) fn query_offset(&self) -> Result<Tensor> {
         let (b, h, t, d) = self.inputs.q.dims4()?;
         let hkv = self.sizes.key_heads;
-        let scaled = ops::scale(&ops::to_dtype(self.inputs.q, DType::F32)?, (d as f64).powf(-0.25))?;
+        let scaled = ops::scale(&ops::to_dtype(self.inputs.q, DType::F32)?, input_scale(d))?;
         // A map with parameters for each key head needs key heads as the first dimension.
         let rows = ops::reshape(&ops::contiguous(&scaled)?, (b * hkv, (h / hkv) * t, d))?;
         ops::reshape(&self.map.query_offset(&rows)?, (b, h, t, 1))

@@ -96,7 +96,7 @@ impl Ready {
             let shown = visible.to_dtype(DType::F32)?.to_dtype(k.dtype())?.unsqueeze(1)?.unsqueeze(3)?;
             k = ops::mul(&k, &shown.broadcast_as(k.shape())?)?;
         }
-        let scale = (call.sizes.head_dim as f64).powf(-0.25);
+        let scale = crate::projection::input_scale(call.sizes.head_dim);
         let Some([q, k]) = quadratic(call.map, [&q, &k], scale)? else { return Ok(None) };
         let visible = visible.map(|visible| visible.flatten_all()).transpose()?;
         Ok(Some(Self {

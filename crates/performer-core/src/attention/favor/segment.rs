@@ -24,11 +24,12 @@ use crate::{
     attention::{
         Attention, Inputs, Mask, Segment,
         gates::{sums_after, sums_up_to},
-        layout::{FLOOR, Folded, Rows, join, join_logs, values_and_one},
+        layout::Folded,
+        quotient::{Rows, join, join_logs, values_and_one},
         state::bytes_of,
     },
     features::{FeatureMap, Features},
-    kernels::compute_dtype,
+    kernels::{FLOOR, compute_dtype},
     ops,
 };
 

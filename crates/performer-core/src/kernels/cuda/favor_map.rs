@@ -9,7 +9,10 @@ use std::{
 use candle_core::{DType, Device, Result, Tensor, backend::BackendStorage};
 
 use super::{Source, THREADS, View, buffer::Buffer, favor_call::HEADERS, memory::synchronize, source, with_storages};
-use crate::{kernels::favor::blocks::MapKind, projection::factor_is_bf16};
+use crate::{
+    kernels::favor::blocks::MapKind,
+    projection::{factor_is_bf16, input_scale},
+};
 
 /// The kernel that packs numbers of a map for the others.
 const PACK: Source = source!("favor_pack.cu", HEADERS);
@@ -169,11 +172,6 @@ impl Matrices<'_> {
     }
 }
 
-/// The factor `D^-1/4`.
-fn scale(dim: usize) -> f32 {
-    (dim as f64).powf(-0.25) as f32
-}
-
 /// A tensor as the kernels read numbers of a map: f32, contiguous, without its history.
 fn plain(tensor: &Tensor) -> Result<Tensor> {
     tensor.detach().to_dtype(DType::F32)?.contiguous()
@@ -226,7 +224,7 @@ impl Projection {
 
     /// The factor `D^-1/4`.
     pub(super) fn scale(&self) -> f32 {
-        scale(self.dim)
+        input_scale(self.dim) as f32
     }
 
     /// Whether the factor that makes features is exact in bf16.
@@ -302,7 +300,7 @@ impl OwnKeys {
 
     /// The factor `D^-1/4`.
     pub(super) fn scale(&self) -> f32 {
-        scale(self.dim)
+        input_scale(self.dim) as f32
     }
 
     /// Describes the matrices in `numbers`, one for each set of parameters, of `rows` rows of `D`

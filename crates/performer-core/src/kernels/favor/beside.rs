@@ -11,6 +11,7 @@ use super::super::{
     with_storages,
 };
 use super::{Form, exponential::LinearGradient, op::Passes, padded};
+use crate::projection::input_scale;
 
 /// Computes the attention of [`super::favor`] with parameters, gates, or both. Parameters are
 /// `(maps, 2·M·D + M)`, one row for each key head or one for all: the rows for queries, the rows
@@ -90,7 +91,7 @@ fn add_parameters([m, d]: [usize; 2], linear: &[[LinearGradient; 2]], to: &mut [
     let heads = to.len() / numbers;
     // The rows that the kernels multiply by are the parameters times D^-¼, which scales queries and
     // keys; so the gradient of the parameters has the factor too.
-    let scale = (d as f64).powf(-0.25) as f32;
+    let scale = input_scale(d) as f32;
     for (n, [of_queries, of_keys]) in linear.iter().enumerate() {
         let (queries, rest) = to[n % heads * numbers..][..numbers].split_at_mut(m * d);
         let (keys, log_weights) = rest.split_at_mut(m * d);

@@ -12,6 +12,7 @@ use super::{
     map::{Scratch, at_least},
     padded,
 };
+use crate::projection::input_scale;
 
 /// `Exponential` is a map with log-features `log φ(x)_r = ±ω_r·x − ‖x‖²/2 − ln(F)/2` with
 /// `x = D^-1/4 q`: positive (`+`) or hyperbolic (`±`) features. Keys `y = D^-1/4 k` may have a form
@@ -71,7 +72,7 @@ impl Linear {
     /// Multiplies the projection Ω, row-major `(M, D)`, by `D^-1/4`.
     pub(super) fn new(projection: &[f32], d: usize) -> Self {
         let m = projection.len() / d;
-        let scale = (d as f64).powf(-0.25);
+        let scale = input_scale(d);
         let (row, column) = (padded(d), padded(m));
         let (mut rows, mut columns) = (vec![0f32; m * row], vec![0f32; d * column]);
         for r in 0..m {

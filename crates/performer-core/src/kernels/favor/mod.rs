@@ -78,7 +78,7 @@ use candle_core::{CpuStorage, Layout, Result, Tensor};
 use pulp::Simd;
 
 use super::{
-    check_finite, for_heads, for_heads_of_step,
+    FLOOR, check_finite, for_heads, for_heads_of_step,
     fresh::Fresh,
     instructions::arch,
     operation::Stored,
@@ -141,7 +141,7 @@ impl Sums {
     pub(crate) fn new(features: usize, scales: usize, values: usize) -> Self {
         // The scale is finite, so that −∞ − scale is −∞ and not NaN.
         Self {
-            scale: vec![-1e37; scales],
+            scale: vec![FLOOR as f32; scales],
             sums: vec![0.0; features * padded(values)],
             norm: vec![0.0; padded(features)],
             features,

@@ -9,6 +9,7 @@ use super::{
     map::{Scratch, load_columns},
     padded,
 };
+use crate::projection::input_scale;
 
 /// `Quadratic` is the map `φ(x) = [1, x_i, √c x_i² or √(2c) x_i x_j]` with `i < j` and a number
 /// `c`, of queries `x = D^-1/4 q` and keys `y = D^-1/4 k`. Its kernel is
@@ -30,12 +31,7 @@ pub(crate) struct Quadratic {
 impl Quadratic {
     /// Makes the map for heads of `d` numbers; `second` is `c`, the coefficient of `z²`.
     pub(crate) fn new(d: usize, second: f64) -> Self {
-        Self {
-            d,
-            scale: (d as f64).powf(-0.25) as f32,
-            product: (2.0 * second).sqrt() as f32,
-            square: second.sqrt() as f32,
-        }
+        Self { d, scale: input_scale(d) as f32, product: (2.0 * second).sqrt() as f32, square: second.sqrt() as f32 }
     }
 
     /// The number of features, `1 + D + D(D+1)/2`.

@@ -8,6 +8,7 @@
 use pulp::Simd;
 
 use super::super::{
+    FLOOR,
     gemm::{Accumulate, Left, Right, gemm},
     rows::{Rows, Span},
     transpose::transpose,
@@ -451,7 +452,7 @@ fn logs<'t>(head: &Head, keys: &'t [f32], offsets: &'t [f32; CHUNK]) -> (&'t [f3
 /// The logarithm of a denominator that was divided by `e^largest`. It is finite even where no key
 /// is seen: −∞ minus another −∞ would be NaN.
 pub(super) fn log_of(den: f32, largest: f32) -> f32 {
-    if den == 0.0 { -1e37 } else { largest + den.ln() }
+    if den == 0.0 { FLOOR as f32 } else { largest + den.ln() }
 }
 
 /// `OutputGradient` holds `dn = g/den` and `e = (h − g·o)/den` for the rows of a chunk, where `g`

@@ -2,6 +2,8 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
+use crate::projection::input_scale;
+
 /// `Projection` is Ω times the scale of queries and keys, `D^-1/4`, and the factor of logarithms to
 /// base 2.
 #[derive(Debug)]
@@ -20,7 +22,7 @@ impl Projection {
     /// negatives.
     pub(crate) fn new(omega: &Tensor, hyperbolic: bool) -> Result<Self> {
         let dim = omega.dim(1)?;
-        let rows = (omega.detach().to_dtype(DType::F32)? * (Self::scale(dim) * std::f64::consts::LOG2_E))?;
+        let rows = (omega.detach().to_dtype(DType::F32)? * (input_scale(dim) * std::f64::consts::LOG2_E))?;
         let rows = if hyperbolic { Tensor::cat(&[&rows, &rows.neg()?], 0)? } else { rows };
         let features = rows.dim(0)?;
         let padding = |n: usize| n.next_multiple_of(8) - n;
@@ -28,14 +30,9 @@ impl Projection {
         Ok(Self { columns: padded.t()?.contiguous()?, dim, features })
     }
 
-    /// The factor `D^-1/4`.
-    fn scale(dim: usize) -> f64 {
-        (dim as f64).powf(-0.25)
-    }
-
     /// The factor in `‖x‖²/2 = offset_scale·‖k‖²`, in base 2.
     pub(super) fn offset_scale(&self) -> f32 {
-        (0.5 * Self::scale(self.dim).powi(2) * std::f64::consts::LOG2_E) as f32
+        (0.5 * input_scale(self.dim).powi(2) * std::f64::consts::LOG2_E) as f32
     }
 
     /// `½ log₂ F`: by this much the kernel's logarithms exceed those of features divided by `√F`.

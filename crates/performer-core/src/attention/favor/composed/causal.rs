@@ -44,9 +44,11 @@ use super::{
 use crate::{
     attention::{
         gates::{between, sums_after, sums_up_to},
-        layout::{FLOOR, Folded, Rows, values_and_one},
+        layout::Folded,
+        quotient::{Rows, values_and_one},
     },
     features::{FeatureMap, Pair, scale_or_zero},
+    kernels::FLOOR,
 };
 
 /// Computes causal attention in one pass.

@@ -10,8 +10,12 @@
 use candle_core::{D, Result, Tensor};
 
 use crate::{
-    attention::layout::{FLOOR, Folded, normalise, values_and_one},
+    attention::{
+        layout::Folded,
+        quotient::{normalise, values_and_one},
+    },
     features::{FeatureMap, Pair},
+    kernels::FLOOR,
 };
 
 /// Computes attention of all queries over all visible keys, `(N, Tq·G, Dv)`.

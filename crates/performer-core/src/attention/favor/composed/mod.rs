@@ -7,11 +7,7 @@ mod full;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::backend::{Backend, Call, Output};
-use crate::attention::{
-    Memory, State, StateRecord,
-    layout::{Folded, Rows},
-    state::bytes_of,
-};
+use crate::attention::{Memory, State, StateRecord, layout::Folded, quotient::Rows, state::bytes_of};
 
 /// The backend that takes everything.
 #[derive(Clone, Copy, Debug)]
