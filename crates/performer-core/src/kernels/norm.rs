@@ -38,7 +38,10 @@ impl Norm {
         let (x, weight) = (contiguous(x)?, contiguous(weight)?);
         let bias = bias.map(contiguous).transpose()?;
         if weight.is_empty() || !x.len().is_multiple_of(weight.len()) || bias.is_some_and(|b| b.len() != weight.len()) {
-            bail!("norm: rows {rows:?} need a weight and a bias of their last dimension, not {of_weight:?}");
+            bail!(
+                "norm: rows {rows:?} need a weight and a bias of their last dimension, not \
+                 {of_weight:?}"
+            );
         }
         let mut out = vec![0f32; x.len()];
         arch().dispatch(Forward { norm: self, x, weight, bias, out: &mut out });

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use performer_core::{Attention, Inputs, Mask, Softmax};
 
-use super::{calibrate::ROWS, has_paced_gates};
+use super::{calibrate::ROWS, plan::has_paced_gates};
 use crate::{
     config::ModelConfig,
     data::{Batches, Prepared},

@@ -10,7 +10,7 @@ use performer_core::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{calibrate::moments, require_softmax};
+use super::{calibrate::moments, plan::require_softmax};
 use crate::{
     data::{Prepared, TokenFile, eval_windows},
     feature_rows::{FeatureRows, normalised},

@@ -8,8 +8,8 @@ use performer_core::{Attention, Inputs, Mask, Softmax};
 use super::{
     Plan, Trained,
     descend::{Descent, descend},
-    is_transferred,
     measure::Meter,
+    plan::is_transferred,
     stage::Bookmark,
     windows::{are_dropped, bare},
 };

@@ -126,8 +126,8 @@ struct Problem {
     // Whether there is a mask; whether there are sums of earlier tokens; and whether sums are to be
     // left for later tokens.
     int masked, resumes, leaves;
-    // `offset_scale` times |k|^2 is |x|^2/2 in base 2. The sums before and after are of features divided by
-    // sqrt(F); `shift` is log2 of that, by which the logarithms here exceed theirs.
+    // `offset_scale` times |k|^2 is |x|^2/2 in base 2. The sums before and after are of features
+    // divided by sqrt(F); `shift` is log2 of that, by which the logarithms here exceed theirs.
     float offset_scale, shift;
 };
 static_assert(sizeof(Strides) == 24 && __builtin_offsetof(Strides, head) == 8 && __builtin_offsetof(Strides, token) == 16, "the host has another layout");
